@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``pcp`` command. One module per verb; this one only parses arguments and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pcp_passes.errors import PcpError
+
+app = typer.Typer(help="Prefill context parallelism by graph passes.", no_args_is_help=True, add_completion=False)
+console = Console()
+
+Pcp = Annotated[int, typer.Option("--pcp", min=1, help="Ranks of the prefill-context-parallel group.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Layout = Annotated[str, typer.Option(help="zigzag, interleave or contiguous.")]
+Decode = Annotated[str, typer.Option(help="replicate: decodes run on every rank; owner: each on one.")]
+
+
+def main() -> None:
+    """Entry point of the console script: a user's mistake is one clear message, not a traceback."""
+    try:
+        app()
+    except PcpError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        sys.exit(2)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(" ", "").split(",") if part]
+    except ValueError:
+        raise typer.BadParameter(f"expected lengths such as 5,37,100, found {text!r}") from None
+
+
+def _emit(data: Any) -> None:
+    console.out(json.dumps(data, indent=2), highlight=False)
+
+
+@app.command()
+def plan(
+    lens: Annotated[str, typer.Option("--lens", help="New tokens of each prefill, such as 3073,37,1.")] = "",
+    pcp: Pcp = 2,
+    computed: Annotated[str, typer.Option(help="Context length of each prefill (chunked, or prefix hits).")] = "",
+    decodes: Annotated[int, typer.Option(min=0, help="One-token decodes beside the prefills.")] = 0,
+    layout: Layout = "zigzag",
+    decode: Decode = "replicate",
+    as_json: Json = False,
+) -> None:
+    """Show which rank holds which tokens of a batch, with padding and replication."""
+    from pcp_passes.cli.plan import plan_json, render_plan
+
+    options: dict[str, Any] = {"layout": layout, "decode": decode, "decodes": decodes}
+    options["computed"] = _lengths(computed) or None
+    if as_json:
+        _emit(plan_json(_lengths(lens), pcp, **options))
+    else:
+        console.print(render_plan(_lengths(lens), pcp, **options))
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder; its weights are not needed.")],
+    pcp: Pcp = 2,
+    layers: Annotated[int | None, typer.Option(min=1, help="Capture only this many layers.")] = None,
+    graph: Annotated[bool, typer.Option(help="Print the rewritten graph too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Capture MODEL in vLLM and show what is sharded, gathered and replicated, and why."""
+    from pcp_passes.cli.inspect import inspect_model, render_report
+
+    report = inspect_model(model, pcp=pcp, layers=layers)
+    if as_json:
+        _emit(report)
+        return
+    console.print(render_report(report))
+    if graph:
+        console.out(report["graph"], highlight=False)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
+    prompt: Annotated[str, typer.Option(help="The prompt; @FILE reads it from a file.")] = "The capital of France is",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    pcp: Pcp = 2,
+    mode: Annotated[int, typer.Option(min=2, max=3, help="2: whole graph. 3: vLLM's piecewise split.")] = 2,
+    backend: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
+    decode: Decode = "replicate",
+    as_json: Json = False,
+) -> None:
+    """Generate with PCP=1 and PCP=P in vLLM, side by side. Exits with 1 when the tokens differ."""
+    from pcp_passes.cli.generate import compare, render_comparison
+
+    text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
+    engine = {"mode": mode, "backend": backend, "options": {"decode": decode}}
+    with console.status("starting") as status:
+        result = compare(model, text, max_tokens=max_tokens, pcp=pcp, progress=status.update, **engine)
+    if as_json:
+        _emit(result.to_json())
+    else:
+        console.print(render_comparison(result))
+    raise typer.Exit(0 if result.tokens_equal else 1)
+
+
+@app.command()
+def doctor(
+    self_test: Annotated[bool, typer.Option(help="Run the two-process self-test.")] = True, as_json: Json = False
+) -> None:
+    """Check the environment, the plugin and two real ranks; say how far each feature has been proven."""
+    from pcp_passes.cli.doctor import examine, render_findings
+
+    findings = examine(self_test=self_test)
+    if as_json:
+        _emit(findings)
+    else:
+        console.print(render_findings(findings))
+    raise typer.Exit(0 if findings["healthy"] else 1)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM hands over a whole Dynamo graph, and gets back one callable with two bodies.
+
+Mode 2 calls :func:`inductor` or :func:`eager`; mode 3 goes through ``VllmBackend``, whose ``__call__`` is wrapped so
+that the rewrite happens before the graph is split into pieces. In both, each body is compiled once from the same
+capture, and the entry point picks one by what the batch manager planned. It never looks at a tensor to decide.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.fx as fx
+
+from pcp_passes.frontends.vllm import runtime as runtimes
+from pcp_passes.frontends.vllm.runtime import Runtime
+from pcp_passes.ir.printer import graph_fingerprint, print_graph
+from pcp_passes.options import PcpOptions
+from pcp_passes.passes import Observer, PassContext, build_variants
+from pcp_passes.passes.observers import DumpObserver, TimeObserver, VerifyObserver
+from pcp_passes.report import build_report
+
+logger = logging.getLogger(__name__)
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class BodyEntry:
+    """The compiled model: calls the body that the current plan selected."""
+
+    def __init__(self, bodies: dict[str, Callable[..., Any]], runtime: Runtime) -> None:
+        self.bodies = bodies
+        self.runtime = runtime
+
+    def __call__(self, *args: Any) -> Any:
+        return self.bodies[self.runtime.variant](*args)
+
+
+def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """Mode-2 backend: rewrite, then Inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return _compile(gm, example_inputs, lambda graph, inputs: compile_fx(graph, list(inputs)), "model")
+
+
+def eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """Mode-2 backend: rewrite, then run the graph as it is."""
+    return _compile(gm, example_inputs, lambda graph, inputs: graph.forward, "model")
+
+
+def around_vllm_backend(
+    original: Callable[..., Any], backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Any:
+    """Mode 3: two ``VllmBackend`` calls, one per body, with cache folders of their own."""
+    from vllm.compilation.backends import VllmBackend
+
+    backends = iter((backend, None))
+
+    def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        instance = next(backends)
+        if instance is None:  # a VllmBackend compiles one graph
+            prefix = f"{backend.prefix}_replicated"
+            instance = VllmBackend(backend.vllm_config, prefix=prefix, is_encoder=backend.is_encoder)
+        return original(instance, gm, inputs)  # type: ignore[no-any-return]
+
+    return _compile(graph, example_inputs, compiler, backend.prefix)
+
+
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, name: str) -> Callable[..., Any]:
+    runtime = runtimes.current()
+    if runtime is None or (runtime.pcp == 1 and runtime.options.mode == "rewrite"):
+        return compiler(gm, inputs)
+    options = runtime.options
+    # `check` on one rank verifies what two would run.
+    context = PassContext(pcp=options.ranks or max(runtime.pcp, 2), axis=runtimes.AXIS)
+    variants = build_variants(gm, context, _observers(options, name, runtime.rank))
+    runtime.reports[name] = build_report(variants["sharded"], context)
+    runtime.agree(
+        f"graph {name}",
+        {variant: graph_fingerprint(body) for variant, body in variants.items()},
+        {variant: print_graph(body) for variant, body in variants.items()},
+    )
+    if options.mode == "check":
+        logger.info("pcp_passes: %s can be sharded over %d ranks; running it unsharded", name, context.pcp)
+        return compiler(gm, inputs)
+    return BodyEntry({variant: compiler(body, inputs) for variant, body in variants.items()}, runtime)
+
+
+def _observers(options: PcpOptions, name: str, rank: int) -> list[Observer]:
+    observers: list[Observer] = [TimeObserver()]
+    if options.verify != "off":
+        observers.append(VerifyObserver(options.verify))
+    if options.dump is not None and rank == 0:  # the text is the same on every rank
+        observers.append(DumpObserver(Path(options.dump) / name))
+    return observers

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm.general_plugins`` entry point.
+
+vLLM calls :func:`register` in every process. It installs two hooks that do nothing unless
+``additional_config["pcp_passes"]`` asks for us: one where the configuration is made, one where a worker starts.
+Everything else (:func:`activate`) is installed by the second, in workers that need it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pcp_passes.errors import ConfigError
+from pcp_passes.frontends.vllm import config as vllm_options
+from pcp_passes.options import PcpOptions
+
+logger = logging.getLogger(__name__)
+
+#: Attention back ends whose decoder path reads keys and values from the paged cache alone, with per-row lengths.
+#: That is all PCP needs of a dense back end; vLLM marks them unsupported because no model gathered for them.
+_PAGED_IMPLS: dict[str, str] = {
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": "executed on CPU",
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": "read only",
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl": "read only",
+}
+
+
+def register() -> None:
+    """Install the hooks (idempotent: vLLM may load plugins several times in one process)."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    _wrap(EngineArgs, "create_engine_config", _around_create_engine_config)
+    _wrap(WorkerWrapperBase, "init_device", _around_init_device)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, "__pcp_passes_original__"):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    wrapper.__pcp_passes_original__ = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
+
+
+def _around_create_engine_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    options = vllm_options.prepare(args)
+    vllm_config = original(args, *rest, **kwargs)
+    if options is not None:
+        vllm_options.validate(vllm_config, options)
+    return vllm_config
+
+
+def _around_init_device(original: Callable[..., Any], worker: Any) -> Any:
+    options = vllm_options.options_of(worker.vllm_config.additional_config)
+    if options is not None:
+        activate(options)
+    return original(worker)
+
+
+def activate(options: PcpOptions) -> None:
+    """Install the worker-side hooks: backend, batch manager, attention back ends."""
+    import vllm
+    from vllm.compilation.backends import VllmBackend
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from pcp_passes.frontends.vllm import backend, versions
+
+    versions.require_signatures(vllm.__version__)
+    _wrap(VllmBackend, "__call__", backend.around_vllm_backend)
+    _wrap(GPUModelRunner, "load_model", _around_load_model)
+    if options.mode != "rewrite":
+        return
+    _accept_paged_backends()
+    if not isinstance(vars(GPUModelRunner)["pcp_manager_cls"], _ManagerClass):
+        GPUModelRunner.pcp_manager_cls = _ManagerClass(vars(GPUModelRunner)["pcp_manager_cls"])
+
+
+class _ManagerClass(property):
+    """``GPUModelRunner.pcp_manager_cls``, vLLM's extension point for the class of batch manager."""
+
+    def __init__(self, original: property) -> None:
+        super().__init__(lambda runner: _manager_class(runner, original))
+
+
+def _manager_class(runner: Any, original: property) -> type:
+    from pcp_passes.frontends.vllm import runtime
+    from pcp_passes.frontends.vllm.manager import PassesPCPManager
+
+    current = runtime.current()
+    if current is None or current.pcp == 1:
+        assert original.fget is not None
+        return original.fget(runner)  # type: ignore[no-any-return]
+    return PassesPCPManager.bound(runner, current)
+
+
+def _accept_paged_backends() -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    for qualname in _PAGED_IMPLS:
+        try:
+            resolve_obj_by_qualname(qualname).supports_pcp = True
+        except ImportError as missing:  # a back end of another platform
+            logger.debug("pcp_passes: %s is not here (%s)", qualname, missing)
+
+
+def _around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    from pcp_passes.frontends.vllm import runtime
+
+    options = vllm_options.options_of(runner.vllm_config.additional_config)
+    result = original(runner, *args, **kwargs)
+    if options is None:
+        return result
+    current = runtime.start(options, runner.vllm_config)
+    if current.pcp > 1 and options.mode == "rewrite":
+        _own_the_gather(runner.vllm_config)
+    return result
+
+
+def _own_the_gather(vllm_config: Any) -> None:
+    """Turn vLLM's own latent gather off (it would gather what is gathered already) and refuse cache kinds that
+    hold per-request state instead of rows."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    layers = vllm_config.compilation_config.static_forward_context
+    stateful = []
+    for name, layer in layers.items():
+        if getattr(layer, "use_pcp", False):
+            layer.use_pcp = False
+        spec = layer.get_kv_cache_spec(vllm_config) if hasattr(layer, "get_kv_cache_spec") else None
+        if spec is not None and not isinstance(spec, AttentionSpec):
+            stateful.append(f"{name} ({type(spec).__name__})")
+    if stateful:
+        raise ConfigError(
+            "these layers keep a recurrent state, which cannot be split over tokens: "
+            f"{', '.join(stateful[:8])}{', ...' if len(stateful) > 8 else ''}; run this model without PCP."
+        )

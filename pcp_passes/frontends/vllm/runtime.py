@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one vLLM worker knows about prefill context parallelism: options, rank, and the current body.
+
+The passes never see this. It is the only place where a rank meets the compiled bodies: the batch manager sets
+``variant`` before the model is entered, and the entry point of the compiled model reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from pcp_passes.collectives import bind_axis
+from pcp_passes.distributed import Heartbeat, open_store, require_agreement
+from pcp_passes.errors import ConfigError
+from pcp_passes.options import PcpOptions
+from pcp_passes.passes import PassContext, body_pipeline
+from pcp_passes.report import RewriteReport
+
+logger = logging.getLogger(__name__)
+
+AXIS = "pcp"
+Variant = Literal["sharded", "replicated"]
+
+
+@dataclass
+class Runtime:
+    """State of one worker process.
+
+    Attributes:
+        pcp: size of the PCP group.
+        rank: this worker's rank in it.
+        variant: the body that the next forward enters. ``sharded`` until a plan says otherwise, so that
+            profile and warm-up runs, which no manager prepares, issue the same collectives on every rank.
+        observers: called with a plain description of each planned step.
+        reports: what was rewritten, per captured model.
+    """
+
+    options: PcpOptions
+    pcp: int
+    rank: int
+    variant: Variant = "sharded"
+    store: dist.Store | None = None
+    heartbeat: Heartbeat | None = None
+    observers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    reports: dict[str, RewriteReport] = field(default_factory=dict)
+    _topics: dict[str, int] = field(default_factory=dict)
+
+    def agree(self, topic: str, facts: dict[str, str], texts: dict[str, str] | None = None) -> None:
+        """Compare ``facts`` with the other ranks of the PCP group, through the store and with a timeout."""
+        if self.store is None:
+            return
+        count = self._topics[topic] = self._topics.get(topic, 0) + 1
+        require_agreement(
+            self.store,
+            rank=self.rank,
+            world=self.pcp,
+            topic=f"{topic}#{count}",
+            facts=facts,
+            texts=texts or {},
+            timeout_s=self.options.agreement_s,
+        )
+
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The runtime of this process; ``None`` outside workers and when the plugin is off."""
+    return _current
+
+
+def start(options: PcpOptions, vllm_config: Any) -> Runtime:
+    """Bind the PCP group and compare the ranks' options. Needs vLLM's process groups.
+
+    Raises:
+        ConfigError: when the group does not have the configured size.
+        RankMismatch: when the ranks were started with different options.
+    """
+    global _current
+    from vllm.distributed.parallel_state import get_pcp_group
+
+    group = get_pcp_group()
+    asked = vllm_config.parallel_config.prefill_context_parallel_size
+    if group.world_size != asked:
+        raise ConfigError(
+            f"the PCP group has {group.world_size} ranks but prefill_context_parallel_size is {asked}; "
+            "start as many workers as TP x PP x PCP asks for."
+        )
+    runtime = Runtime(options=options, pcp=group.world_size, rank=group.rank_in_group)
+    _current = runtime
+    if group.world_size == 1:
+        return runtime
+    bind_axis(AXIS, lambda rows: group.all_gather(rows, dim=0))
+    _watch(runtime, group, vllm_config)
+    return runtime
+
+
+def build_id(options: PcpOptions, pcp: int) -> str:
+    """Hash of everything that decides the rewritten graphs: sources, passes, options, sizes, versions."""
+    return body_pipeline().uuid(PassContext(pcp=pcp, axis=AXIS), options.layout, asdict(options))
+
+
+def _watch(runtime: Runtime, group: Any, vllm_config: Any) -> None:
+    import torch
+    import vllm
+
+    host = vllm_config.parallel_config.master_addr or socket.gethostname()
+    bootstrap = dist.distributed_c10d._get_default_store()
+    name = f"pcp_passes/{group.unique_name}/{group.ranks}"
+    connect = lambda suffix: open_store(  # noqa: E731
+        host, rank=runtime.rank, world=runtime.pcp, bootstrap=bootstrap, name=f"{name}/{suffix}"
+    )
+    runtime.store = connect("agreement")
+    runtime.heartbeat = Heartbeat(
+        connect("heartbeat"), rank=runtime.rank, world=runtime.pcp, silence_s=runtime.options.silence_s
+    )
+    runtime.heartbeat.start()
+    runtime.agree(
+        "options",
+        {
+            "options": runtime.options.digest(),
+            "build": build_id(runtime.options, runtime.pcp),
+            "torch": torch.__version__,
+            "vllm": vllm.__version__,
+        },
+    )
+    logger.info("pcp_passes: rank %d of %d ready, options %s", runtime.rank, runtime.pcp, runtime.options)

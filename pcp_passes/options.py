@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may ask for, checked before anything is captured.
+
+An option is accepted only when its behaviour exists; every other key or value is an error that names
+the accepted set, so that a typo or a wish never turns into a silent default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pcp_passes.errors import ConfigError
+
+Mode = Literal["off", "check", "rewrite"]
+Layout = Literal["zigzag", "contiguous"]
+Decode = Literal["replicate", "owner"]
+Verify = Literal["off", "final", "every"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("off", "check", "rewrite"),
+    "layout": ("zigzag", "contiguous"),
+    "decode": ("replicate", "owner"),
+    "verify": ("off", "final", "every"),
+}
+
+#: Values that exist elsewhere in the package, or are planned, and why they are not accepted here.
+_WHY_NOT: dict[tuple[str, str], str] = {
+    ("layout", "interleave"): (
+        "interleave makes every token an attention row of its own, which a paged back end cannot batch; "
+        "it is available to the planner (`pcp plan`) only"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GatherOptions:
+    """How new cache rows travel. ``pack``: the tensors of one cache write share one collective."""
+
+    pack: bool = True
+
+
+@dataclass(frozen=True)
+class PcpOptions:
+    """Options of the vLLM front end: the value of ``additional_config["pcp_passes"]``.
+
+    Attributes:
+        mode: ``rewrite`` runs sharded; ``check`` captures, rewrites a copy and verifies it, then runs vLLM
+            as if the plugin were absent; ``off`` does nothing.
+        layout: how a prefill's tokens are dealt to the ranks.
+        decode: ``replicate`` runs decodes on every rank (a pure decode step has no collective);
+            ``owner`` gives each decode to one rank.
+        gather: see :class:`GatherOptions`.
+        verify: run the graph invariants after the last pass (``final``), after each (``every``), or never.
+        poison: fill what no rank should read (unsampled rows of restored states, spare plan slots) with NaN,
+            so that a stray read shows.
+        dump: folder for numbered graph dumps; ``None`` writes nothing.
+        ranks: with ``mode="check"``, the group size to check for; by default that of the running group, at least 2.
+        silence_s: seconds without a heartbeat after which a rank counts as lost.
+        agreement_s: seconds to wait for the other ranks' options and graphs.
+    """
+
+    mode: Mode = "rewrite"
+    layout: Layout = "zigzag"
+    decode: Decode = "replicate"
+    gather: GatherOptions = field(default_factory=GatherOptions)
+    verify: Verify = "final"
+    poison: bool = False
+    dump: str | None = None
+    ranks: int | None = None
+    silence_s: float = 20.0
+    agreement_s: float = 60.0
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> PcpOptions:
+        """Build options from plain JSON data.
+
+        Raises:
+            ConfigError: on an unknown key, or a value outside the accepted set.
+        """
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f'pcp_passes must be a mapping of options, found {raw!r}; write {{"mode": "rewrite"}}.')
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in raw.items():
+            if key not in known:
+                raise ConfigError(_unknown("option", key, sorted(known)))
+            values[key] = _checked(key, value)
+        return cls(**values)
+
+    def digest(self) -> str:
+        """A stable hash of every option; part of compile-cache keys and of the start-up agreement."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _checked(key: str, value: Any) -> Any:
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            why = _WHY_NOT.get((key, str(value)))
+            raise ConfigError(_unknown(f"pcp_passes.{key}", value, _CHOICES[key]) + (f" ({why}.)" if why else ""))
+        return value
+    if key == "gather":
+        return _gather(value)
+    if key == "poison":
+        return _typed(key, value, bool, "true or false")
+    if key == "dump":
+        return value if value is None else _typed(key, value, str, "a folder name or null")
+    if key == "ranks":
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
+            raise ConfigError(f"pcp_passes.ranks must be an integer of at least 2, or null, found {value!r}.")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"pcp_passes.{key} must be a positive number of seconds, found {value!r}.")
+    return float(value)
+
+
+def _gather(value: Any) -> GatherOptions:
+    if isinstance(value, GatherOptions):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'pcp_passes.gather must be a mapping such as {{"pack": true}}, found {value!r}.')
+    for key in value:
+        if key != "pack":
+            raise ConfigError(_unknown("pcp_passes.gather key", key, ("pack",)))
+    return GatherOptions(pack=_typed("gather.pack", value.get("pack", True), bool, "true or false"))
+
+
+def _typed(key: str, value: Any, kind: type, wanted: str) -> Any:
+    if not isinstance(value, kind):
+        raise ConfigError(f"pcp_passes.{key} must be {wanted}, found {value!r}.")
+    return value
+
+
+def _unknown(what: str, found: object, accepted: tuple[str, ...] | list[str]) -> str:
+    near = get_close_matches(str(found), accepted, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {found!r}; accepted: {', '.join(map(repr, accepted))}.{hint}"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of the matrix, and a cache so that each is started once per test run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pcp_passes.frontends.vllm.session import EngineFailed, Group, Result, Session, run
+from tests.models import build
+from tests.vllm.cases import CASES, served
+
+FULL = os.environ.get("PCP_TEST_FULL") == "1"
+_started: list[str] = []
+_results: dict[str, Result | EngineFailed] = {}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One point of the matrix. ``budget`` is the scheduler's token budget per step."""
+
+    model: str
+    pcp: int = 2
+    mode: int = 2
+    backend: str = "inductor"
+    options: dict[str, Any] | None = field(default_factory=dict)
+    budget: int = 512
+    prefix_caching: bool = True
+    cases: tuple[str, ...] = tuple(CASES)
+    extra: tuple[Group, ...] = ()
+    cache_root: str = ""
+
+    def __str__(self) -> str:
+        options = ",".join(f"{k}={v}" for k, v in (self.options or {"stock": "vllm"}).items())
+        return f"{self.model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}-{options}"
+
+    def session(self) -> Session:
+        """The session that starts this engine and runs its cases."""
+        cached = {"VLLM_CACHE_ROOT": self.cache_root, "TORCHINDUCTOR_CACHE_DIR": f"{self.cache_root}/inductor"}
+        env = cached if self.cache_root else {"VLLM_DISABLE_COMPILE_CACHE": "1"}
+        engine: dict[str, Any] = {
+            "max_model_len": 256,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": self.budget,
+            "enable_prefix_caching": self.prefix_caching,
+            "enable_chunked_prefill": True,
+        }
+        if "mla" not in self.model:
+            engine["block_size"] = 32
+        return Session(
+            model=str(build(self.model)) if not os.path.isdir(self.model) else self.model,
+            groups=(*(CASES[name]() for name in self.cases), *self.extra),
+            pcp=self.pcp,
+            options=self.options,
+            mode=self.mode,
+            backend=self.backend,
+            engine=engine,
+            env=env,
+        )
+
+
+def reference(model: str, extra: Sequence[Group] = ()) -> Engine:
+    """Stock vLLM on one rank: the plugin is loaded and off."""
+    groups = (*extra, Group(served())) if model == "tiny_gqa" else tuple(extra)
+    return Engine(model, pcp=1, backend="eager", options=None, prefix_caching="mla" not in model, extra=groups)
+
+
+def result_of(engine: Engine) -> Result:
+    """Start ``engine`` and return what it answered; once per test run, also when it fails."""
+    key = json.dumps(asdict(engine.session()), sort_keys=True)
+    if key not in _results:
+        _started.append(str(engine))
+        try:
+            _results[key] = run(engine.session(), timeout_s=420)
+        except EngineFailed as failure:
+            _results[key] = failure
+    found = _results[key]
+    if isinstance(found, EngineFailed):
+        raise found
+    return found
+
+
+def starts() -> list[str]:
+    """Engines started so far in this test run."""
+    return list(_started)
+
+
+@functools.cache
+def scratch_cache() -> str:
+    """A compile-cache root of this test run."""
+    return tempfile.mkdtemp(prefix="pcp-vllm-cache-")
