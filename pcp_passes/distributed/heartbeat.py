@@ -101,9 +101,9 @@ class Heartbeat:
 
     A death on the same machine is noticed after about three intervals, anything else after ``silence_s`` plus two
     intervals. A process that ends without :meth:`stop` counts as lost, for its peers would wait for it forever; it
-    first waits some intervals, to name another rank if that is why it ends, and then leaves an exit mark. When this
+    first waits some intervals, to name another rank if that is why it ends, then leaves an exit mark. When this
     process was itself suspended (a debugger, SIGSTOP to the whole group) it does not blame others for that time: a gap
-    of more than a quarter of ``silence_s`` between two of its own ticks gives everyone a fresh window.
+    of more than half of ``silence_s`` between two of its own ticks gives everyone a fresh window.
 
     Raises :class:`ConfigError` when a late beat or two would already count as a loss.
     """
@@ -129,8 +129,8 @@ class Heartbeat:
             )
         self._store, self._rank, self._world = store, rank, world
         self._interval_s, self._silence_s, self._join_s = interval_s, silence_s, join_s
-        self._late_s = silence_s / 4
-        self._on_lost_within_s = 5 * interval_s + 2.0  # from finding a loss to the end of the default on_lost
+        self._late_s = silence_s / 2  # a shorter suspension leaves peers half a window to beat again
+        self._on_lost_within_s = 5 * interval_s + 4.0  # bounds the default on_lost from finding a loss to its end
         self._on_lost = on_lost
         self._reason_file = None if reason_file is None else Path(reason_file)
         self._me = this_process()
@@ -286,14 +286,23 @@ class Heartbeat:
     def _exiting(self) -> None:
         """At interpreter exit without :meth:`stop`.
 
-        A collective that raised is often the first sign of a lost peer: give the watching thread the time to name it.
+        A collective that raised is often the first sign of a lost peer: give the watching thread the time to name it,
+        unless all others are heard beating after it.
         """
-        if self._found.wait(4 * self._interval_s):
+        begin = time.monotonic()
+        while not self._found.wait(self._interval_s / 4) and not self._over.is_set():
+            if self._all_heard_since(begin) or time.monotonic() > begin + self._on_lost_within_s:
+                break
+        if self._found.is_set():
             # on_lost decides how this process ends, and needs an interpreter to run in.
             self._watching.join(self._on_lost_within_s)
         elif not self._over.is_set():
             self._over.set()
             self._part(_EXIT, 3 * self._interval_s)
+
+    def _all_heard_since(self, begin: float) -> bool:
+        later = begin + 2 * self._interval_s  # by then a beat that was set before ``begin`` has been read
+        return all(peer.beat in (_GOODBYE, _EXIT) or peer.changed_at > later for peer in self._peers.values())
 
     # The watching thread: never touches the store.
 

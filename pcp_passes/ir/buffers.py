@@ -25,7 +25,7 @@ ZEROED: dict[Any, Any] = {
 _ZERO_FILLED = frozenset(ZEROED.values())
 _VIEWS = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as transpose permute t expand as_strided narrow"
-    " select chunk split getitem slice".split()
+    " select chunk split split_with_sizes getitem slice".split()
 )
 _FILLS = frozenset({"method::zero_", "aten::zero_", "torch::zero_"})
 

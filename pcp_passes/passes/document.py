@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ def _pass(step: Pass) -> Iterator[str]:
         yield ""
     for label, names in (("Requires", step.requires), ("Establishes", step.establishes), ("Breaks", step.breaks)):
         yield f"- {label}: {', '.join(f'`{name}`' for name in sorted(names)) or 'nothing'}"
-    options = [f"`{f.name}`" for f in (fields(step) if is_dataclass(step) else ())]
+    described: Any = step
+    options = [f"`{option.name}`" for option in fields(described)]
     yield f"- Options: {', '.join(options) or 'none'}"
     yield ""
 

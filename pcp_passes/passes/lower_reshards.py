@@ -19,6 +19,11 @@ from pcp_passes.ir.markers import is_marker, is_packed, marker_rows
 from pcp_passes.ir.placements import Placement, RankMajor, Shard
 from pcp_passes.passes.base import PassContext, PassResult
 
+#: What takes the gathered pack apart. They are ATen overloads so that a piecewise splitter, which cuts at overloads by
+#: name, can keep them out of the compiled pieces: a piece whose inputs have P*M rows would be sized by the wrong count.
+_ATEN: Any = torch.ops.aten
+SPLIT, UNFLATTEN, SQUEEZE = _ATEN.split_with_sizes.default, _ATEN.unflatten.int, _ATEN.squeeze.dim
+
 _Emit = Callable[..., fx.Node]
 
 
@@ -42,11 +47,11 @@ class LowerReshards:
         %flatten_1 = torch.flatten(%v, 1)
         %cat = torch.cat([%flatten, %flatten_1], 1)
         %all_gather_rows = pcp.all_gather_rows(%cat, 4, 'pcp')
-        %split = torch.split(%all_gather_rows, [64, 64], 1)
-        %getitem_2 = operator.getitem(%split, 0)
-        %getitem_3 = operator.getitem(%split, 1)
-        %unflatten = torch.unflatten(%getitem_2, 1, (2, 32))
-        %unflatten_1 = torch.unflatten(%getitem_3, 1, (2, 32))
+        %split_with_sizes = aten.split_with_sizes(%all_gather_rows, [64, 64], 1)
+        %getitem_2 = operator.getitem(%split_with_sizes, 0)
+        %getitem_3 = operator.getitem(%split_with_sizes, 1)
+        %unflatten = aten.unflatten(%getitem_2, 1, [2, 32])
+        %unflatten_1 = aten.unflatten(%getitem_3, 1, [2, 32])
     """
 
     name: ClassVar[str] = "lower-reshards"
@@ -71,7 +76,8 @@ def _emitter(graph: fx.Graph, marker: fx.Node) -> _Emit:
 
     def emit(where: Placement, target: Any, *args: Any) -> fx.Node:
         op = "call_method" if isinstance(target, str) else "call_function"
-        name = "all_gather_rows" if target is all_gather_rows_op else None
+        # Without this an overload's node would carry its suffix: `all_gather_rows_default`.
+        name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         node = graph.create_node(op, target, args, name=name)
         return meta.adopt(node, marker, LowerReshards.name, where, layer)
 
@@ -100,7 +106,7 @@ def _lower_many(graph: fx.Graph, marker: fx.Node) -> None:
         flat = [_flatten(emit, row, sizes) for row, sizes in zip(rows, inner, strict=True)]
         packed = emit(Shard(0), torch.cat, flat, 1)
         gathered = emit(RankMajor(), all_gather_rows_op, packed, *marker.args[3:])
-        split = emit(RankMajor(), torch.split, gathered, widths, 1)
+        split = emit(RankMajor(), SPLIT, gathered, widths, 1)
         pieces = {index: emit(RankMajor(), operator.getitem, split, index) for index in parts}
         for index, part in parts.items():
             part.replace_all_uses_with(_unflatten(emit, pieces[index], inner[index]))
@@ -123,7 +129,7 @@ def _flatten(emit: _Emit, row: fx.Node, inner: tuple[Any, ...]) -> fx.Node:
 def _unflatten(emit: _Emit, part: fx.Node, inner: tuple[Any, ...]) -> fx.Node:
     if len(inner) == 1:
         return part
-    return emit(RankMajor(), torch.unflatten, part, 1, inner) if inner else emit(RankMajor(), torch.squeeze, part, 1)
+    return emit(RankMajor(), UNFLATTEN, part, 1, list(inner)) if inner else emit(RankMajor(), SQUEEZE, part, 1)
 
 
 def _held(row: fx.Node) -> torch.Tensor:

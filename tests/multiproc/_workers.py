@@ -125,6 +125,8 @@ def agree(
     bootstrap = dist.FileStore(str(folder / "rendezvous"), world)
     store = open_store("127.0.0.1", rank=rank, world=world, bootstrap=bootstrap, name="pcp")
     mark(folder, "ready", rank)
+    while not all((folder / f"ready.{r}").exists() for r in range(world)):
+        time.sleep(0.02)
     outcomes = []
     for round_ in rounds if rank in posting else ():
         begin = time.monotonic()

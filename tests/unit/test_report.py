@@ -37,7 +37,7 @@ def test_each_layer_names_its_ops_and_its_pack() -> None:
     assert (collective.op, collective.parts, collective.row_elements) == ("pcp::all_gather_rows", 2, 32)
     assert (collective.sent, collective.gathered) == (128, 512)
     assert layer.padding == "zero: the output buffer is allocated zero-filled"
-    assert report.gathered_ops["torch::unflatten"] == 4
+    assert report.gathered_ops["aten::unflatten"] == 4
     assert report.sharded_ops["torch::linear"] == 8
     assert report.nodes["replicated"] > 0
 

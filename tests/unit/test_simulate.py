@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+from functools import cache
+
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from torch import fx
@@ -136,8 +140,29 @@ def test_missing_inputs_are_refused() -> None:
 
 
 def test_an_error_inside_a_rank_comes_through() -> None:
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        graph.output(graph.call_function(torch.add, (x, torch.ones(5))))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.matmul, (x, x)))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
         simulate(fx.GraphModule({}, graph), [[torch.ones(2, 3)]])
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    pcp=st.integers(2, 5),
+    requests=st.lists(
+        st.builds(toy.Request, context=st.integers(0, 9), new=st.integers(1, 13)), min_size=1, max_size=4
+    ),
+    seed=st.integers(0, 2**20),
+)
+def test_any_batch_equals_the_unsharded_run(pcp: int, requests: list[toy.Request], seed: int) -> None:
+    world = toy.World(requests, pcp, seed)
+    found = toy_runs.sharded(_body(pcp), world, dtype=torch.float64)
+    wanted = toy_runs.unsharded(world, dtype=torch.float64)
+    torch.testing.assert_close(found.restored, wanted, rtol=0, atol=toy_runs.TOLERANCE[torch.float64])
+    assert all(log.entries == found.logs[0].entries for log in found.logs)
+
+
+@cache
+def _body(pcp: int) -> fx.GraphModule:
+    return build_variants(toy_runs.captured(dtype=torch.float64)[1].gm, PassContext(pcp))["sharded"]

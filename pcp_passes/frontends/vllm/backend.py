@@ -75,8 +75,10 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, name
         return compiler(gm, inputs)
     options = runtime.options
     # `check` on one rank verifies what two would run.
-    context = PassContext(pcp=options.ranks or max(runtime.pcp, 2), axis=runtimes.AXIS)
-    variants = build_variants(gm, context, _observers(options, name, runtime.rank))
+    context = PassContext(
+        pcp=options.ranks or max(runtime.pcp, 2), axis=runtimes.AXIS, shared_cache_layers=runtime.shared_cache_layers
+    )
+    variants = build_variants(gm, context, _observers(options, name, runtime.rank), pack=options.gather.pack)
     runtime.reports[name] = build_report(variants["sharded"], context)
     runtime.agree(
         f"graph {name}",

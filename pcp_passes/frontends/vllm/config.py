@@ -19,8 +19,9 @@ KEY = "pcp_passes"
 BUILD_KEY = "pcp_passes_build"
 
 BACKENDS = {name: f"pcp_passes.frontends.vllm.backend.{name}" for name in ("inductor", "eager")}
-#: Our collectives cannot be inside a compiled piece that is replayed at another size; the split cuts there.
-SPLITTING_OPS = ("pcp::all_gather_rows", "pcp::all_gather_packed")
+#: The piecewise split cuts at our collectives and at what takes a gathered pack apart, so that no compiled piece
+#: has P*M rows among its inputs: vLLM picks a piece's compiled range by the first size it sees.
+SPLITTING_OPS = ("pcp::all_gather_rows", "aten::split_with_sizes", "aten::unflatten", "aten::squeeze.dim")
 
 
 def options_of(additional_config: Any) -> PcpOptions | None:

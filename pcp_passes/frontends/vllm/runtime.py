@@ -39,6 +39,7 @@ class Runtime:
             profile and warm-up runs, which no manager prepares, issue the same collectives on every rank.
         observers: called with a plain description of each planned step.
         reports: what was rewritten, per captured model.
+        shared_cache_layers: attention layers that read another layer's cache, and so write none.
     """
 
     options: PcpOptions
@@ -49,6 +50,7 @@ class Runtime:
     heartbeat: Heartbeat | None = None
     observers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     reports: dict[str, RewriteReport] = field(default_factory=dict)
+    shared_cache_layers: frozenset[str] = frozenset()
     _topics: dict[str, int] = field(default_factory=dict)
 
     def agree(self, topic: str, facts: dict[str, str], texts: dict[str, str] | None = None) -> None:
@@ -92,7 +94,11 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
             f"the PCP group has {group.world_size} ranks but prefill_context_parallel_size is {asked}; "
             "start as many workers as TP x PP x PCP asks for."
         )
-    runtime = Runtime(options=options, pcp=group.world_size, rank=group.rank_in_group)
+    layers = vllm_config.compilation_config.static_forward_context
+    sharing = (name for name, layer in layers.items() if getattr(layer, "kv_sharing_target_layer_name", None))
+    runtime = Runtime(
+        options=options, pcp=group.world_size, rank=group.rank_in_group, shared_cache_layers=frozenset(sharing)
+    )
     _current = runtime
     if group.world_size == 1:
         return runtime
@@ -103,7 +109,7 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
 
 def build_id(options: PcpOptions, pcp: int) -> str:
     """Hash of everything that decides the rewritten graphs: sources, passes, options, sizes, versions."""
-    return body_pipeline().uuid(PassContext(pcp=pcp, axis=AXIS), options.layout, asdict(options))
+    return body_pipeline(pack=options.gather.pack).uuid(PassContext(pcp=pcp, axis=AXIS), options.layout, asdict(options))
 
 
 def _watch(runtime: Runtime, group: Any, vllm_config: Any) -> None:

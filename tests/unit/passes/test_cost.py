@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes are linear in the number of layers. Function calls are counted: they do not depend on the machine's load."""
+"""The passes are linear in the number of layers. Function calls are counted: those do not depend on the machine."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pcp_passes.errors import InvariantError
 from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.rules import CacheWrite, temporary_rule
 from pcp_passes.passes import SHARDED, SHARDED_UNPACKED, LowerReshards, PassContext, PlaceRows
+from pcp_passes.passes.lower_reshards import SPLIT, SQUEEZE, UNFLATTEN
 from tests import toy, toy_runs
 
 pytestmark = pytest.mark.unit
@@ -23,8 +24,8 @@ def two_rows_packed(x: torch.Tensor) -> torch.Tensor:
     layer = toy.LayerName("attn")
     flat_key, flat_value = torch.flatten(key, 1), torch.flatten(value, 1)
     rows = torch.ops.pcp.all_gather_rows(torch.cat([flat_key, flat_value], 1), 4, "pcp")
-    key, value = torch.split(rows, [16, 16], 1)
-    key, value = torch.unflatten(key, 1, (2, 8)), torch.unflatten(value, 1, (2, 8))
+    key, value = SPLIT(rows, [16, 16], 1)
+    key, value = UNFLATTEN(key, 1, [2, 8]), UNFLATTEN(value, 1, [2, 8])
     return OPS.kv_cache_update(key, value, layer)
 
 
@@ -45,8 +46,8 @@ def flat_and_scalar_packed(x: torch.Tensor) -> torch.Tensor:
     layer = toy.LayerName("attn")
     column = torch.unsqueeze(value, 1)
     rows = torch.ops.pcp.all_gather_rows(torch.cat([key, column], 1), 4, "pcp")
-    key, value = torch.split(rows, [16, 1], 1)
-    return OPS.kv_cache_update(key, torch.squeeze(value, 1), layer)
+    key, value = SPLIT(rows, [16, 1], 1)
+    return OPS.kv_cache_update(key, SQUEEZE(value, 1), layer)
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

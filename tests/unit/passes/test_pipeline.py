@@ -43,7 +43,7 @@ def test_order_is_checked_and_never_sorted() -> None:
 
 
 def test_a_missing_pass_is_named() -> None:
-    with pytest.raises(ConfigError, match="lower-reshards requires CONFLICT_FREE.*Add a pass that establishes it"):
+    with pytest.raises(ConfigError, match=r"lower-reshards requires CONFLICT_FREE.*Add a pass that establishes it"):
         Pipeline((PlaceRows(), LowerReshards()))
 
 
@@ -79,7 +79,7 @@ class Careless:
 def test_verification_sees_what_a_pass_broke_without_saying_so() -> None:
     gm = toy_runs.captured()[1].gm
     broken = Pipeline((*SHARDED, Careless()), (VerifyObserver("final"),))
-    with pytest.raises(InvariantError, match="PADDING_DEFINED.*2 offenders"):
+    with pytest.raises(InvariantError, match=r"PADDING_DEFINED.*2 offenders"):
         broken.run(copy_graph_module(gm), CTX)
     Pipeline((*SHARDED, Careless())).run(copy_graph_module(gm), CTX)  # nobody looked
 

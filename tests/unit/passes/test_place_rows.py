@@ -172,7 +172,7 @@ def test_replicated_body_keeps_what_sharding_refuses() -> None:
 def test_a_rewritten_graph_is_refused(pack: bool) -> None:
     gm = toy_runs.captured()[1].gm
     bodies = build_variants(gm, CTX, pack=pack)
-    with pytest.raises(Refusal, match="already been rewritten: it holds (2|4) collectives"):
+    with pytest.raises(Refusal, match=r"already been rewritten: it holds (2|4) collectives"):
         build_variants(bodies["sharded"], CTX)
     assert build_variants(copy_graph_module(gm), CTX)["sharded"] is not gm
 
