@@ -2,7 +2,7 @@
 """Compile a Triton kernel for a GPU that is not there, and read what the result would occupy.
 
 Triton needs no driver to produce a cubin, and its wheel carries ``cuobjdump``, so "this kernel compiles for sm_90
-and spills nothing" is a test that runs on any Linux machine. Checked with Triton 3.9; 3.6 to 3.8 have the same calls.
+and spills nothing" is a test that runs on any Linux machine. Checked with Triton 3.9.
 """
 
 from __future__ import annotations

@@ -99,9 +99,17 @@ def generate(
     from pcp_passes.cli.generate import compare, render_comparison
 
     text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
-    engine = {"mode": mode, "backend": backend, "options": {"decode": decode}}
     with console.status("starting") as status:
-        result = compare(model, text, max_tokens=max_tokens, pcp=pcp, progress=status.update, **engine)
+        result = compare(
+            model,
+            text,
+            max_tokens=max_tokens,
+            pcp=pcp,
+            mode=mode,
+            backend=backend,
+            options={"decode": decode},
+            progress=status.update,
+        )
     if as_json:
         _emit(result.to_json())
     else:

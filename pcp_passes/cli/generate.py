@@ -30,7 +30,7 @@ class Side:
     rows_per_rank: list[int]
     padded_rows: int
     collectives: int
-    gathered_bytes: int
+    sent_bytes: int
     report: dict[str, Any] | None
 
 
@@ -66,10 +66,9 @@ class Comparison:
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes that one rank contributes per layer in the prefill step."""
-        report = next(iter((self.many.report or {}).values()), None)
-        layers = len(report["layers"]) if report else 0
-        return self.many.gathered_bytes // layers if layers else 0
+        """Bytes that one rank sends per layer in the prefill step (the largest layer)."""
+        layers = [layer for report in (self.many.report or {}).values() for layer in report["layers"]]
+        return max((layer["sent"] for layer in layers), default=0) * self.many.padded_rows
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the keys that ``build/demo.json`` promises are at the top level."""
@@ -83,6 +82,7 @@ class Comparison:
             "rows_per_rank": self.many.rows_per_rank,
             "collectives": self.many.collectives,
             "bytes_per_layer": self.bytes_per_layer,
+            "sent_bytes": self.many.sent_bytes,
             "prompt_tokens": self.prompt_tokens,
             "text": self.many.output.text,
             "outputs": {str(side.pcp): asdict(side.output) for side in (self.one, self.many)},
@@ -149,7 +149,7 @@ def _side(pcp: int, result: Result, repeats: int, warmed: bool) -> Side:
         rows_per_rank=rows,
         padded_rows=steps[0]["padded_rows"] if steps else 0,
         collectives=len(probes[0][0]["collectives"]),
-        gathered_bytes=sum(c["bytes"] for c in probes[0][0]["collectives"]),
+        sent_bytes=sum(c["bytes"] for c in probes[0][0]["collectives"]),
         report=result.rpc[-1][1][0],
     )
 

@@ -107,9 +107,9 @@ def test_an_editable_install_adds_no_package_named_kernels(source_tree: Path, tm
     editable = build("build_editable", source_tree, tmp_path)
     site = tmp_path / "site"
     editable.extractall(site)
-    # -S: what is installed, torch, is importable, but not through the .pth file of an editable install of this package.
+    # -S, and ahead of what is installed: an editable install of this package has a .pth file and a finder of that name.
     installed = Path(sysconfig.get_path("purelib"))
-    run = python(f"SITE = {str(site)!r}\n{IMPORTS}", cwd=tmp_path, path=(installed,), flags=("-S",))
+    run = python(f"SITE = {str(site)!r}\n{IMPORTS}", cwd=tmp_path, path=(site, installed), flags=("-S",))
     assert run.returncode == 0, run.stderr
     imported, kernels = run.stdout.splitlines()
     assert Path(imported) == source_tree / "kernels" / "pcp_kernels" / "__init__.py"

@@ -8,11 +8,12 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pcp_passes.frontends.vllm.session import EngineFailed, Group, Result, Session, run
 from tests.models import build
+from tests.vllm import looks
 from tests.vllm.cases import CASES, served
 
 FULL = os.environ.get("PCP_TEST_FULL") == "1"
@@ -94,3 +95,21 @@ def starts() -> list[str]:
 def scratch_cache() -> str:
     """A compile-cache root of this test run."""
     return tempfile.mkdtemp(prefix="pcp-vllm-cache-")
+
+
+def _asks(name: str) -> Group:
+    return Group(rpc=(looks.qualified(name),))
+
+
+#: Stock vLLM with its own batch manager and its own gathers; it serves MLA models only.
+NATIVE_MLA = Engine("tiny_mla", mode=0, options=None, prefix_caching=False)
+#: Mode 3 with vLLM's real split; each piece runs as a graph module, so that it can be looked at.
+PIECEWISE = Engine(
+    "tiny_gqa", mode=3, backend="eager", options={"decode": "owner"}, budget=64, extra=(_asks("pieces"),)
+)
+#: Mode 3 with Inductor and a compile cache of this test run, which starts empty.
+COLD = Engine("tiny_gqa", mode=3, options={}, cache_root=scratch_cache(), extra=(_asks("compilations"),))
+#: The same engine again.
+WARM = replace(COLD, cases=("ragged",))
+#: The same cache, another option.
+CHANGED = replace(WARM, options={"decode": "owner"})

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pcp_passes.frontends.vllm.session import Group, Output
-from tests.vllm import sabotage
+from tests.vllm import looks, sabotage
 from tests.vllm.cases import CASES, ragged
-from tests.vllm.engines import FULL, Engine, reference, result_of, scratch_cache
-from tests.vllm.test_native import NATIVE_MLA
+from tests.vllm.engines import COLD, FULL, NATIVE_MLA, PIECEWISE, Engine, reference, result_of
 
 #: Clean runs differ by at most 2e-5 (another summation order in Inductor's kernels); the weakest fault by 0.3.
 TOLERANCE = 1e-4
@@ -19,9 +20,11 @@ _CONTROLS = tuple(
 )
 _CLEAN_AGAIN = (Group(ragged().requests, (sabotage.qualified("undo"),)),)
 
+_LOOK = (Group(ragged().requests, (looks.qualified("count_variants"),)), Group(rpc=(looks.qualified("variants_used"),)))
+
 #: Every two values of {model, ranks, mode, compiler, decode, layout, budget} that can stand together do, once.
 COVER = (
-    Engine("tiny_gqa", options={"poison": True}, budget=64),
+    Engine("tiny_gqa", options={"poison": True}, budget=64, extra=_LOOK),
     Engine(
         "tiny_gqa",
         pcp=4,
@@ -30,30 +33,41 @@ COVER = (
         prefix_caching=False,
         extra=(*_CONTROLS, *_CLEAN_AGAIN),
     ),
-    Engine("tiny_gqa", mode=3, backend="eager", options={"decode": "owner"}, budget=64),
-    Engine("tiny_gqa", mode=3, options={}, cache_root=scratch_cache()),
+    PIECEWISE,
+    COLD,
     Engine("tiny_sliding", options={"decode": "owner"}, budget=64),
     Engine("tiny_mla", options={}, prefix_caching=False),
 )
-_MODELS = ("tiny_gqa", "tiny_sliding", "tiny_sinks", "tiny_mla")
-_FULL = tuple(
-    Engine(
-        model,
-        pcp=pcp,
-        mode=mode,
-        backend=backend,
-        options={"decode": decode},
-        budget=64 if model != "tiny_mla" and decode == "replicate" else 512,
-        prefix_caching=model != "tiny_mla",
-    )
-    for model in _MODELS
-    for pcp in (2, 4)
-    for mode in (2, 3)
-    for backend in ("inductor", "eager")
-    for decode in ("replicate", "owner")
-    if not (model == "tiny_sinks" and mode == 3)
-)
-ENGINES = (*COVER, *_FULL) if FULL else COVER
+
+
+def full_matrix() -> tuple[Engine, ...]:
+    """Each model with both compilers, both decode modes, mode 2 on two and four ranks and mode 3 on two; attention
+    sinks with experts, unpacked gathers and SmolLM2 beside them."""
+    from pcp_passes.demo.smollm2 import fetch_smollm2
+
+    engines = [
+        Engine(
+            model,
+            pcp=pcp,
+            mode=mode,
+            backend=backend,
+            options={"decode": decode},
+            budget=64 if model != "tiny_mla" and decode == "replicate" else 512,
+            prefix_caching=model != "tiny_mla",
+        )
+        for model in ("tiny_gqa", "tiny_sliding", "tiny_mla")
+        for pcp, mode in ((2, 2), (4, 2), (2, 3))
+        for backend in ("inductor", "eager")
+        for decode in ("replicate", "owner")
+    ]
+    engines += [Engine("tiny_sinks", backend=backend, options={}, budget=64) for backend in ("inductor", "eager")]
+    engines += [Engine("tiny_gqa", mode=mode, options={"gather": {"pack": False}}) for mode in (2, 3)]
+    smollm2 = str(fetch_smollm2(Path("build/models")))
+    engines += [Engine(smollm2, options={}, budget=64), Engine(smollm2, pcp=4, options={"decode": "owner"})]
+    return tuple(engines)
+
+
+ENGINES = (*COVER, *full_matrix()) if FULL else COVER
 
 
 def difference(found: list[Output | None], wanted: list[Output | None]) -> tuple[bool, float]:
@@ -107,6 +121,20 @@ def test_mla_equals_native_pcp() -> None:
         tokens, largest = difference(found, wanted)
         assert tokens
         assert largest <= TOLERANCE
+
+
+def test_native_pcp_runs_here() -> None:
+    """The oracle itself agrees with one rank, so that a disagreement points at us."""
+    native, one = result_of(NATIVE_MLA), result_of(reference("tiny_mla"))
+    for found, wanted in zip(native.outputs, one.outputs, strict=True):
+        assert difference(found, wanted)[0]
+
+
+def test_pure_decode_steps_run_the_body_without_collectives() -> None:
+    """Seven ragged prompts under a 64-token budget, 12 tokens each: sharded while any prefill is left, then not."""
+    for counts in result_of(COVER[0]).rpc[-1][0]:
+        assert counts["sharded"] >= 4
+        assert counts["replicated"] >= 8
 
 
 def test_sampled_tokens_are_not_the_greedy_ones() -> None:

@@ -66,11 +66,12 @@ def test_frozen_worker_ends_the_others_with_the_reason(server: Server) -> None:
     assert "pcp rank 1 is lost: frozen" in log, server.tail()
 
 
-@pytest.mark.skipif(not FULL, reason="a second server; part of make test-full")
-def test_killed_worker_ends_the_others_with_the_reason(tmp_path_factory: pytest.TempPathFactory) -> None:
-    options = {"silence_s": SILENCE_S}
-    with serve(str(build("tiny_gqa")), tmp_path_factory.mktemp("serve"), pcp=2, options=options) as server:
-        victim = server.workers()[0]
-        victim.send_signal(signal.SIGKILL)
-        _ends(server, victim, within_s=30)
-        assert "died" in server.log.read_text(errors="replace"), server.tail()
+if FULL:  # a second server
+
+    def test_killed_worker_ends_the_others_with_the_reason(tmp_path_factory: pytest.TempPathFactory) -> None:
+        options = {"silence_s": SILENCE_S}
+        with serve(str(build("tiny_gqa")), tmp_path_factory.mktemp("serve"), pcp=2, options=options) as server:
+            victim = server.workers()[0]
+            victim.send_signal(signal.SIGKILL)
+            _ends(server, victim, within_s=30)
+            assert "died" in server.log.read_text(errors="replace"), server.tail()

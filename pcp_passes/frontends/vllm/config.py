@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from pcp_passes.errors import ConfigError
@@ -21,7 +22,7 @@ BUILD_KEY = "pcp_passes_build"
 BACKENDS = {name: f"pcp_passes.frontends.vllm.backend.{name}" for name in ("inductor", "eager")}
 #: The piecewise split cuts at our collectives and at what takes a gathered pack apart, so that no compiled piece
 #: has P*M rows among its inputs: vLLM picks a piece's compiled range by the first size it sees.
-SPLITTING_OPS = ("pcp::all_gather_rows", "aten::split_with_sizes", "aten::unflatten", "aten::squeeze.dim")
+SPLITTING_OPS = ("pcp::all_gather_rows", "aten::split_with_sizes", "aten::unflatten.int", "aten::squeeze.dim")
 
 
 def options_of(additional_config: Any) -> PcpOptions | None:
@@ -38,6 +39,7 @@ def prepare(args: Any) -> PcpOptions | None:
     Args:
         args: vLLM's ``EngineArgs``; ``additional_config`` and ``compilation_config`` may be updated.
     """
+    _refuse_near_miss(args.additional_config)
     options = options_of(args.additional_config)
     if options is None:
         return None
@@ -47,38 +49,125 @@ def prepare(args: Any) -> PcpOptions | None:
     from pcp_passes.frontends.vllm.runtime import build_id
 
     versions.require_known(vllm.__version__)
-    args.additional_config[BUILD_KEY] = build_id(options, args.prefill_context_parallel_size)
-    _refuse_arguments(args)
-    _use_our_backend(args, options)
+    build = build_id(options, args.prefill_context_parallel_size)
+    args.additional_config = {**args.additional_config, BUILD_KEY: build}
+    if args.prefill_context_parallel_size > 1 or options.mode == "check":
+        _refuse_arguments(args, options)
+        _compile_on_cpu(args)
+    _use_our_backend(args)
     _whole_graph_every_start()
     return options
 
 
-def _refuse_arguments(args: Any) -> None:
+def _refuse_near_miss(additional_config: Any) -> None:
+    """vLLM accepts any key in ``additional_config``, so a misspelt ``pcp_passes`` would silently do nothing."""
+    if not isinstance(additional_config, dict) or KEY in additional_config:
+        return
+    near = get_close_matches(KEY, map(str, additional_config), n=1, cutoff=0.85)
+    if near:
+        raise ConfigError(f"unknown key {near[0]!r} in additional_config, which nobody reads. Did you mean {KEY!r}?")
+
+
+def _refuse_arguments(args: Any, options: PcpOptions) -> None:
+    for refuse in _ARGUMENT_REFUSALS:
+        reason = refuse(args)
+        if reason:
+            raise ConfigError(reason)
+    size = args.prefill_context_parallel_size
+    if options.ranks is not None and options.mode != "check":
+        raise ConfigError(
+            f"pcp_passes.ranks={options.ranks} is for pcp_passes.mode='check'; with {options.mode!r} the number of "
+            f"ranks is prefill_context_parallel_size={size}. Drop pcp_passes.ranks."
+        )
+    if size > 1:
+        _require_v2_runner(size)
+
+
+def _decode_context_parallel(args: Any) -> str | None:
+    size = args.decode_context_parallel_size
+    if size == 1:
+        return None
+    return (
+        f"decode_context_parallel_size={size} is not supported with pcp_passes: "
+        "the KV cache is replicated over the PCP ranks; set it to 1."
+    )
+
+
+def _eager(args: Any) -> str | None:
+    if not args.enforce_eager:
+        return None
+    return "enforce_eager leaves no graph to rewrite; drop it, or set pcp_passes.mode to off."
+
+
+def _one_worker(args: Any) -> str | None:
+    """vLLM would start one worker, which then waits for the other ranks."""
+    size = args.prefill_context_parallel_size
+    if args.distributed_executor_backend != "uni" or size == 1:
+        return None
+    return (
+        f"distributed_executor_backend='uni' starts one worker, but prefill_context_parallel_size={size} needs "
+        f"at least {size}; set it to 'mp', or leave it out."
+    )
+
+
+def _ubatching(args: Any) -> str | None:
+    """Asked here, because vLLM's CPU platform switches it off by itself."""
+    if not args.enable_dbo and args.ubatch_size <= 1:
+        return None
+    return (
+        f"dual-batch overlap (enable_dbo={args.enable_dbo}, ubatch_size={args.ubatch_size}) is not supported with "
+        "pcp_passes; drop both."
+    )
+
+
+def _graphs_on_cpu(args: Any) -> str | None:
     from vllm.platforms import current_platform
+
+    mode = args.compilation_config.cudagraph_mode
+    if not current_platform.is_cpu() or mode is None or mode.name == "NONE":
+        return None
+    return f"cudagraph_mode={mode.name} needs a CUDA device, and this platform is CPU; set it to NONE."
+
+
+_ARGUMENT_REFUSALS: tuple[Callable[[Any], str | None], ...] = (
+    _decode_context_parallel,
+    _eager,
+    _one_worker,
+    _ubatching,
+    _graphs_on_cpu,
+)
+
+
+def _require_v2_runner(pcp: int) -> None:
+    import vllm.envs
     from vllm.triton_utils import HAS_TRITON
 
-    if args.decode_context_parallel_size > 1:
+    if vllm.envs.VLLM_USE_V2_MODEL_RUNNER is False:
         raise ConfigError(
-            f"decode_context_parallel_size={args.decode_context_parallel_size} is not supported with pcp_passes: "
-            "the KV cache is replicated over the PCP ranks; set it to 1."
+            f"VLLM_USE_V2_MODEL_RUNNER=0 asks for Model Runner V1, but prefill_context_parallel_size={pcp} runs on "
+            "Model Runner V2 only; unset the variable, or set it to 1."
         )
-    if args.enforce_eager:
-        raise ConfigError("enforce_eager leaves no graph to rewrite; drop it, or set pcp_passes.mode to off.")
-    if args.prefill_context_parallel_size > 1 and not HAS_TRITON:
+    if not HAS_TRITON:
         raise ConfigError(
             "PCP runs on vLLM's Model Runner V2, which needs Triton, and Triton found no device here; "
             "for tests on CPU call pcp_passes.frontends.vllm.cpu_runner.enable() before importing vllm."
         )
-    mode = args.compilation_config.cudagraph_mode
-    if current_platform.is_cpu() and mode is not None and mode.name != "NONE":
-        raise ConfigError(f"cudagraph_mode={mode.name} needs a CUDA device, and this platform is CPU; set it to NONE.")
 
 
-def _use_our_backend(args: Any, options: PcpOptions) -> None:
+def _compile_on_cpu(args: Any) -> None:
+    """Without a compilation mode, vLLM takes 3 on CUDA, which reaches the passes; on CPU, 2 with a backend that
+    does not. ``-O0`` asks for no compilation and is refused later."""
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and args.compilation_config.mode is None and int(args.optimization_level) > 0:
+        args.compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE
+
+
+def _use_our_backend(args: Any) -> None:
     """Mode 2 takes a whole-graph backend by name; ``inductor`` and ``eager`` mean ours of the same name."""
     compilation = args.compilation_config
-    if compilation.mode is None or int(compilation.mode) != 2 or options.mode == "off":
+    if compilation.mode is None or int(compilation.mode) != 2:
         return
     name = compilation.backend or "inductor"
     if name in BACKENDS:
@@ -107,7 +196,10 @@ def validate(vllm_config: Any, options: PcpOptions) -> None:
         ConfigError: the first combination that is not supported, with what was found and what to do.
     """
     pcp = vllm_config.parallel_config.prefill_context_parallel_size
-    if pcp == 1 or options.mode != "rewrite":
+    if options.mode == "check":
+        _require_compiled(vllm_config)
+        return
+    if pcp == 1:
         return
     for refuse in _REFUSALS:
         reason = refuse(vllm_config)
@@ -124,13 +216,20 @@ def _lora(config: Any) -> str | None:
 def _multimodal(config: Any) -> str | None:
     if not config.model_config.is_multimodal_model:
         return None
-    return "multimodal models are not supported, since only token ids are sharded; use the text-only model class."
+    return (
+        f"{_architecture(config)} is multimodal, and only token ids are sharded; "
+        "name the text-only class in hf_overrides, or use a text-only model."
+    )
+
+
+def _architecture(config: Any) -> str:
+    return ", ".join(config.model_config.architectures)
 
 
 def _encoder(config: Any) -> str | None:
     if not config.model_config.is_encoder_decoder:
         return None
-    return "encoder-decoder models are not supported; only decoder-only models are."
+    return f"{_architecture(config)} is an encoder-decoder, which is not supported; use a decoder-only model."
 
 
 def _pooling(config: Any) -> str | None:
@@ -145,10 +244,6 @@ def _speculative(config: Any) -> str | None:
     return f"speculative decoding ({config.speculative_config.method}) is not supported yet; drop speculative_config."
 
 
-def _runner(config: Any) -> str | None:
-    return None if config.use_v2_model_runner else "vLLM's Model Runner V2 is required; set VLLM_USE_V2_MODEL_RUNNER=1."
-
-
 def _pipeline_parallel(config: Any) -> str | None:
     size = config.parallel_config.pipeline_parallel_size
     return None if size == 1 else f"pipeline_parallel_size={size} is not supported yet; set it to 1."
@@ -160,17 +255,19 @@ def _data_parallel(config: Any) -> str | None:
 
 
 def _sparse(config: Any) -> str | None:
-    if not hasattr(config.model_config.hf_text_config, "index_topk"):
+    model = config.model_config.hf_text_config
+    if not hasattr(model, "index_topk"):
         return None
-    return "sparse MLA (DeepSeek sparse attention) is not supported yet; use a dense-attention model."
-
-
-def _ubatching(config: Any) -> str | None:
-    return "dual-batch overlap is not supported; drop enable_dbo." if config.parallel_config.enable_dbo else None
+    return (
+        f"sparse MLA (DeepSeek sparse attention, index_topk={model.index_topk}) is not supported yet; "
+        "use a dense-attention model."
+    )
 
 
 def _kv_transfer(config: Any) -> str | None:
-    return "KV transfer is not supported yet; drop kv_transfer_config." if config.kv_transfer_config else None
+    if config.kv_transfer_config is None:
+        return None
+    return f"KV transfer ({config.kv_transfer_config.kv_connector}) is not supported yet; drop kv_transfer_config."
 
 
 def _full_graphs(config: Any) -> str | None:
@@ -178,6 +275,12 @@ def _full_graphs(config: Any) -> str | None:
     if mode is None or mode.name in ("NONE", "PIECEWISE"):
         return None
     return f"cudagraph_mode={mode.name} is not supported yet; use PIECEWISE or NONE."
+
+
+def _graph_partition(config: Any) -> str | None:
+    if not config.compilation_config.use_inductor_graph_partition:
+        return None
+    return "use_inductor_graph_partition=true cuts the graph after our passes, inside Inductor; set it to false."
 
 
 _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
@@ -189,10 +292,9 @@ _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _sparse,
     _pipeline_parallel,
     _data_parallel,
-    _ubatching,
     _kv_transfer,
-    _runner,
     _full_graphs,
+    _graph_partition,
 )
 
 
@@ -201,9 +303,12 @@ def _require_compiled(vllm_config: Any) -> None:
     mode = int(compilation.mode)
     if mode == 3 or (mode == 2 and compilation.backend in BACKENDS.values()):
         return
+    from vllm.platforms import current_platform
+
+    others = "; mode 3 needs CUDA" if current_platform.is_cpu() else ' (whole graph) or {"mode": 3} (piecewise)'
     raise ConfigError(
         f"the model would run with compilation mode {mode} and backend {compilation.backend!r}, which never reaches "
-        'the passes; set compilation_config to {"mode": 2} (whole graph) or {"mode": 3} (piecewise, CUDA only).'
+        f'the passes; set compilation_config to {{"mode": 2}}{others}.'
     )
 
 
@@ -211,7 +316,5 @@ def _cut_at_collectives(vllm_config: Any) -> None:
     compilation = vllm_config.compilation_config
     if int(compilation.mode) != 3:
         return
-    if compilation.use_inductor_graph_partition:
-        raise ConfigError("use_inductor_graph_partition bypasses the whole-graph split; set it to false.")
     ops = list(compilation.splitting_ops or ())
     compilation.splitting_ops = ops + [op for op in SPLITTING_OPS if op not in ops]

@@ -91,7 +91,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: types.ModuleType) -> None:
             with wrap():
                 execute(module)
-            _AFTER.get(name, lambda _module: None)(module)
+            if name in _AFTER:
+                _AFTER[name](module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -107,7 +108,7 @@ def _triton_looks_active() -> Iterator[None]:
             return True
 
     _inert_cuda()
-    backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)  # type: ignore[assignment]
+    backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
     try:
         yield
     finally:
@@ -123,8 +124,8 @@ class _Inert:
     def __enter__(self) -> _Inert:
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None:
+        return None
 
     def query(self) -> bool:
         return True

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import pcp_manager as upstream
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -141,7 +142,7 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         request = rows.row_request
         count, padded_count = rows.num_rows, rows.num_padded_rows
         states_np = batch.idx_mapping_np[request]
-        states = torch.from_numpy(states_np.astype(np.int64)).to(self.device, non_blocking=True)
+        states = async_tensor_h2d(states_np.astype(np.int64), device=self.device)
         computed = rows.row_start
         prefill_len = batch.prefill_len_np[request]
         logits = count if tokens else 0
@@ -179,7 +180,7 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
             "positions": plan.positions[:padded],
             "is_padding": plan.is_padding[:padded],
             "logits_indices": query_start_loc[1:] - 1,
-            "cu_num_logits": torch.from_numpy(logits_np).to(self.device, non_blocking=True),
+            "cu_num_logits": async_tensor_h2d(logits_np, device=self.device),
             "cu_num_logits_np": logits_np,
             "prompt_lens": None,
         }
@@ -206,7 +207,8 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
                 num_tokens_padded=input_batch.num_tokens_after_padding,
             )
             return block_tables, slots
-        return super().prepare_attn(input_batch)
+        inputs: tuple[tuple[torch.Tensor, ...], torch.Tensor] = super().prepare_attn(input_batch)
+        return inputs
 
     def _convert_to_gathered_slot_mappings(self, global_batch_slot_mappings: torch.Tensor) -> torch.Tensor:
         return self._plan.expand_slots(global_batch_slot_mappings)
@@ -270,7 +272,7 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         indices = np.repeat(ends - counts, counts) + offset
         sampled = sampled_rows(layout, indices)
-        to_device = lambda array: torch.from_numpy(array).to(self.device, non_blocking=True)  # noqa: E731
+        to_device = functools.partial(async_tensor_h2d, device=self.device)
         mine = hidden_states.index_select(0, to_device(sampled.rows[self.pcp_rank]))
         rows = all_gather_rows(mine, self.pcp_world_size, AXIS).index_select(0, to_device(sampled.restore))
         restored = hidden_states.new_empty((layout.num_tokens, *hidden_states.shape[1:]))

@@ -7,8 +7,8 @@ The passes never see this. It is the only place where a rank meets the compiled 
 
 from __future__ import annotations
 
+import functools
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pcp_passes.collectives import bind_axis
 from pcp_passes.distributed import Heartbeat, open_store, require_agreement
+from pcp_passes.distributed.store import Store
 from pcp_passes.errors import ConfigError
 from pcp_passes.options import PcpOptions
 from pcp_passes.passes import PassContext, body_pipeline
@@ -46,7 +47,7 @@ class Runtime:
     pcp: int
     rank: int
     variant: Variant = "sharded"
-    store: dist.Store | None = None
+    store: Store | None = None
     heartbeat: Heartbeat | None = None
     observers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     reports: dict[str, RewriteReport] = field(default_factory=dict)
@@ -109,22 +110,34 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
 
 def build_id(options: PcpOptions, pcp: int) -> str:
     """Hash of everything that decides the rewritten graphs: sources, passes, options, sizes, versions."""
-    return body_pipeline(pack=options.gather.pack).uuid(PassContext(pcp=pcp, axis=AXIS), options.layout, asdict(options))
+    context = PassContext(pcp=pcp, axis=AXIS)
+    return body_pipeline(pack=options.gather.pack).uuid(context, options.layout, asdict(options))
+
+
+def _address_of_first_rank(runtime: Runtime, bootstrap: Store, name: str, vllm_config: Any) -> str:
+    """Where the group's store is served: on its rank 0, which need not be the machine of the world's rank 0."""
+    if vllm_config.parallel_config.nnodes == 1:
+        return "127.0.0.1"
+    from vllm.utils.network_utils import get_ip
+
+    key = f"pcp_passes/{name}/address"
+    if runtime.rank == 0:
+        bootstrap.set(key, get_ip())
+    address: bytes = bootstrap.get(key)
+    return address.decode()
 
 
 def _watch(runtime: Runtime, group: Any, vllm_config: Any) -> None:
     import torch
     import vllm
 
-    host = vllm_config.parallel_config.master_addr or socket.gethostname()
     bootstrap = dist.distributed_c10d._get_default_store()
-    name = f"pcp_passes/{group.unique_name}/{group.ranks}"
-    connect = lambda suffix: open_store(  # noqa: E731
-        host, rank=runtime.rank, world=runtime.pcp, bootstrap=bootstrap, name=f"{name}/{suffix}"
-    )
-    runtime.store = connect("agreement")
+    name = f"{group.unique_name}/{group.ranks}"
+    host = _address_of_first_rank(runtime, bootstrap, name, vllm_config)
+    connect = functools.partial(open_store, host, rank=runtime.rank, world=runtime.pcp, bootstrap=bootstrap)
+    runtime.store = connect(name=f"{name}/agreement")
     runtime.heartbeat = Heartbeat(
-        connect("heartbeat"), rank=runtime.rank, world=runtime.pcp, silence_s=runtime.options.silence_s
+        connect(name=f"{name}/heartbeat"), rank=runtime.rank, world=runtime.pcp, silence_s=runtime.options.silence_s
     )
     runtime.heartbeat.start()
     runtime.agree(

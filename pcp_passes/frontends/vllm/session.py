@@ -259,13 +259,12 @@ def _run_group(llm: Any, index: int, group: Group) -> Iterator[dict[str, Any] | 
 
 def _output(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]
-    pick = lambda entry, token: entry[token].logprob  # noqa: E731
     prompt = zip(output.prompt_token_ids or (), output.prompt_logprobs or (), strict=False)
     return asdict(
         Output(
             tokens=list(completion.token_ids),
-            logprobs=[pick(e, t) for e, t in zip(completion.logprobs or (), completion.token_ids, strict=False)],
-            prompt_logprobs=[pick(entry, token) for token, entry in prompt if entry is not None],
+            logprobs=[e[t].logprob for e, t in zip(completion.logprobs or (), completion.token_ids, strict=False)],
+            prompt_logprobs=[entry[token].logprob for token, entry in prompt if entry is not None],
             text=completion.text,
         )
     )

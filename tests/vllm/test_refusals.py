@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot run is refused before a worker starts, by one clear error; and nothing is refused that is not ours.
+
+All configurations are built in two child processes, which take some seconds to import vLLM and milliseconds a case:
+one with the CPU stand-ins, one without (there Triton finds no device). A child writes what happened as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pcp_passes.frontends.vllm import cpu_runner
+from tests.models import build
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = "pcp_passes.frontends.vllm.backend."
+MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla"}
+#: Configurations without weights: vLLM's class for the first has no import that the text-only environment lacks.
+FOREIGN = {
+    "audio": ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
+    "encoder-decoder": ("t5", "T5ForConditionalGeneration"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Engine arguments on top of a plain PCP=2 engine, and fragments of the message that refuses them: what was
+    found, what is required or what to do. No fragment: the arguments are accepted."""
+
+    message: tuple[str, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    options: Any = field(default_factory=dict)
+    key: str = "pcp_passes"
+    env: dict[str, str | None] = field(default_factory=dict)
+    model: str = "gqa"
+
+
+def compilation(**values: Any) -> dict[str, Any]:
+    return {"compilation_config": {"mode": 2, **values}}
+
+
+_MODE_3 = {"PCP_PASSES_CPU_MODE_3": "1"}
+_NO_PASS = 'set compilation_config to {"mode": 2}; mode 3 needs CUDA'
+
+CASES: dict[str, Case] = {
+    # Options.
+    "unknown option": Case(("'layuot'", "accepted: ", "Did you mean 'layout'?"), options={"layuot": "zigzag"}),
+    "unknown value": Case(("pcp_passes.decode 'onwer'", "'replicate'", "mean 'owner'?"), options={"decode": "onwer"}),
+    "wrong type": Case(("pcp_passes.poison", "true or false", "'yes'"), options={"poison": "yes"}),
+    "not a mapping": Case(("must be a mapping", "'rewrite'", 'write {"mode": "rewrite"}'), options="rewrite"),
+    "interleave": Case(("'interleave'", "'zigzag'", "paged back end cannot batch"), options={"layout": "interleave"}),
+    "misspelt key": Case(("'pcp-passes'", "additional_config", "Did you mean 'pcp_passes'?"), key="pcp-passes"),
+    "ranks without check": Case(("ranks=4", "mode='check'", "Drop pcp_passes.ranks"), options={"ranks": 4}),
+    # Parallelism.
+    "dcp": Case(("decode_context_parallel_size=2", "replicated", "to 1"), {"decode_context_parallel_size": 2}),
+    "dcp with mla": Case(("decode_context_parallel_size=2",), {"decode_context_parallel_size": 2}, model="mla"),
+    "pipeline": Case(("pipeline_parallel_size=2", "set it to 1"), {"pipeline_parallel_size": 2}),
+    "data": Case(("data_parallel_size=2", "set it to 1"), {"data_parallel_size": 2}),
+    "one worker": Case(("='uni'", "size=2 needs", "set it to 'mp'"), {"distributed_executor_backend": "uni"}),
+    "overlap": Case(("enable_dbo=True", "drop both"), {"enable_dbo": True}),
+    # Models.
+    "multimodal": Case(("Qwen2Audio", "is multimodal", "text-only"), model="audio"),
+    "encoder-decoder": Case(("T5", "is an encoder-decoder", "decoder-only"), model="encoder-decoder"),
+    "sparse mla": Case(("index_topk=64", "dense-attention"), {"hf_overrides": {"index_topk": 64}}, model="mla"),
+    # Features.
+    "lora": Case(("LoRA", "drop enable_lora"), {"enable_lora": True}),
+    "pooling": Case(("'pooling' runner", "runner='generate'"), {"runner": "pooling"}),
+    "speculation": Case(
+        ("(ngram)", "drop speculative_config"),
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    ),
+    "kv transfer": Case(
+        ("(ExampleConnector)", "drop kv_transfer_config"),
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+    ),
+    # Compilation: whatever would run the model without the passes.
+    "eager": Case(("enforce_eager", "drop it", "mode to off"), {"enforce_eager": True}),
+    "mode 0": Case(("compilation mode 0", _NO_PASS), compilation(mode=0)),
+    "mode 1": Case(("compilation mode 1", _NO_PASS), compilation(mode=1)),
+    "mode 3 on cpu": Case(("compilation mode 2", "'inductor'", _NO_PASS), compilation(mode=3)),
+    "-O0": Case(("compilation mode 0", _NO_PASS), {"compilation_config": {}, "optimization_level": 0}),
+    "mode 0 under check": Case(("compilation mode 0", _NO_PASS), compilation(mode=0), options={"mode": "check"}),
+    "foreign back end": Case(("'aot_eager'", "['inductor', 'eager']"), compilation(backend="aot_eager")),
+    "graph partition, mode 2": Case(
+        ("use_inductor_graph_partition=true", "set it to false"), compilation(use_inductor_graph_partition=True)
+    ),
+    "graph partition, mode 3": Case(
+        ("use_inductor_graph_partition=true", "set it to false"),
+        compilation(mode=3, use_inductor_graph_partition=True),
+        env=_MODE_3,
+    ),
+    "aot": Case(("VLLM_USE_AOT_COMPILE=1", "unset it"), env={"VLLM_USE_AOT_COMPILE": "1"}),
+    "graphs on cpu": Case(("=PIECEWISE", "needs a CUDA device", "to NONE"), compilation(cudagraph_mode="PIECEWISE")),
+    # The runner.
+    "v1 runner": Case(("VLLM_USE_V2_MODEL_RUNNER=0", "unset"), env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "no triton": Case(("Triton found no device", "cpu_runner.enable()"), env={"VLLM_USE_V2_MODEL_RUNNER": None}),
+    # Accepted.
+    "plain": Case(),
+    "mla": Case(model="mla"),
+    "no mode asked for": Case((), {"compilation_config": {}}),
+    "back end by name": Case((), compilation(backend="eager")),
+    "mode 3": Case((), compilation(mode=3), env=_MODE_3),
+    "check on one rank": Case((), {"prefill_context_parallel_size": 1}, options={"mode": "check", "ranks": 4}),
+    "one rank, eager": Case((), {"prefill_context_parallel_size": 1, "enforce_eager": True}),
+    "another plugin's key": Case((), key="someone_else"),
+}
+REFUSED = [name for name, case in CASES.items() if case.message]
+WITHOUT_STAND_INS = ("no triton", "one rank, eager")
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What happened to a case; both children are started at the first question and run at the same time."""
+    folder = tmp_path_factory.mktemp("refusals")
+    models = {name: str(build(model)) for name, model in MODEL.items()}
+    children = {}
+    for stand_ins in (True, False):
+        arguments = [str(folder / str(stand_ins)), json.dumps(models), str(int(stand_ins))]
+        with (folder / f"{stand_ins}.log").open("wb") as log:
+            children[stand_ins] = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.test_refusals", *arguments],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | {"VLLM_NO_USAGE_STATS": "1"},
+            )
+    try:
+        for stand_ins, child in children.items():
+            assert child.wait(200) == 0, (folder / f"{stand_ins}.log").read_text()[-3000:]
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    results = {stand_ins: json.loads((folder / str(stand_ins)).read_text()) for stand_ins in children}
+    return lambda name: results[name not in WITHOUT_STAND_INS][name]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_one_clear_error(name: str, happened: Callable[[str], dict[str, Any]]) -> None:
+    found = happened(name)["ours"]
+    assert "error" in found, found
+    assert found["error"] == "ConfigError"
+    assert "\n" not in found["message"]
+    for fragment in CASES[name].message:
+        assert fragment in found["message"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_absent_or_off_is_stock(name: str, happened: Callable[[str], dict[str, Any]]) -> None:
+    """The same arguments without our key, and with mode off, do what they do where our hook is not installed."""
+    for ours, stock in happened(name)["stock"].values():
+        assert ours == stock
+        assert stock.get("error") != "ConfigError"
+
+
+def test_stock_is_compared_on_accepted_and_refused_arguments(happened: Callable[[str], dict[str, Any]]) -> None:
+    outcomes = {name: "error" in happened(name)["stock"]["off"][1] for name in CASES}
+    assert not outcomes["lora"] and not outcomes["eager"] and not outcomes["plain"]
+    assert outcomes["v1 runner"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+def test_accepted(name: str, happened: Callable[[str], dict[str, Any]]) -> None:
+    found = happened(name)["ours"]
+    assert "error" not in found, found
+    assert not found["callers_dict_changed"]
+
+
+def test_accepted_arguments_reach_the_passes(happened: Callable[[str], dict[str, Any]]) -> None:
+    for name in ("plain", "mla", "no mode asked for", "check on one rank"):
+        found = happened(name)["ours"]
+        assert (found["mode"], found["backend"]) == (2, OURS + "inductor"), name
+        assert found["keys"] == ["pcp_passes", "pcp_passes_build"] and found["aot"] == "0"
+    assert happened("back end by name")["ours"]["backend"] == OURS + "eager"
+    piecewise = happened("mode 3")["ours"]
+    assert piecewise["mode"] == 3 and "pcp::all_gather_rows" in piecewise["splitting_ops"]
+    assert happened("another plugin's key")["ours"]["keys"] == ["someone_else"]
+
+
+def test_every_refusal_is_exercised(happened: Callable[[str], dict[str, Any]]) -> None:
+    """A check that no case reaches could be broken without anyone noticing."""
+    fired = {name for case in CASES for name in happened(case)["fired"]}
+    assert fired | {"_full_graphs"} == set(happened("plain")["refusals"])
+
+
+@pytest.mark.parametrize("mode, refused", [("FULL", True), ("FULL_DECODE_ONLY", True), ("PIECEWISE", False)])
+def test_full_graphs(mode: str, refused: bool) -> None:
+    """CUDA only: vLLM's CPU platform sets NONE, so no case above reaches it."""
+    from pcp_passes.frontends.vllm import config
+
+    found = config._full_graphs(
+        SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode)))
+    )
+    assert (found == f"cudagraph_mode={mode} is not supported yet; use PIECEWISE or NONE.") is refused
+
+
+# The child.
+
+
+def _main(target: str, models: dict[str, str], stand_ins: bool) -> None:
+    if stand_ins:
+        cpu_runner.enable()
+    from vllm.engine.arg_utils import EngineArgs
+
+    from pcp_passes.frontends.vllm import config, plugin
+
+    plugin.register()
+    fired: list[str] = []
+    names = _record(config, "_REFUSALS", fired) + _record(config, "_ARGUMENT_REFUSALS", fired)
+    wrapped = EngineArgs.create_engine_config
+    stock = wrapped.__pcp_passes_original__  # type: ignore[attr-defined]
+    results = {}
+    for name, case in CASES.items():
+        if (name not in WITHOUT_STAND_INS) is not stand_ins:
+            continue
+        fired.clear()
+        with _environment(case.env):
+            ours = _outcome(wrapped, models, case, {case.key: case.options})
+        results[name] = {"ours": ours, "fired": list(fired), "refusals": names, "stock": {}}
+        for label, additional in (("absent", {}), ("off", {"pcp_passes": {"mode": "off"}})):
+            outcomes = []
+            for create in (wrapped, stock):
+                with _environment(case.env):
+                    outcomes.append(_outcome(create, models, case, additional))
+            results[name]["stock"][label] = outcomes
+    Path(target).write_text(json.dumps(results))
+
+
+def _record(config: Any, table: str, fired: list[str]) -> list[str]:
+    def recording(refuse: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+        def call(found: Any) -> str | None:
+            reason = refuse(found)
+            fired.extend([refuse.__name__] if reason else [])
+            return reason
+
+        return call
+
+    refusals = getattr(config, table)
+    setattr(config, table, tuple(map(recording, refusals)))
+    return [refuse.__name__ for refuse in refusals]
+
+
+@contextmanager
+def _environment(changes: dict[str, str | None]) -> Iterator[None]:
+    """Each case starts from the same environment: vLLM and we set variables while a configuration is made."""
+    before = dict(os.environ)
+    for key, value in changes.items():
+        os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _outcome(create: Callable[..., Any], models: dict[str, str], case: Case, additional: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "prefill_context_parallel_size": 2,
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "additional_config": dict(additional),
+        **compilation(),
+        **case.arguments,
+    }
+    if case.model != "mla":
+        arguments["block_size"] = 32
+    environment = dict(os.environ)
+    try:
+        found = create(EngineArgs(model=_model(models, case.model), **arguments))
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {
+        "mode": int(found.compilation_config.mode),
+        "backend": found.compilation_config.backend,
+        "splitting_ops": found.compilation_config.splitting_ops,
+        "keys": sorted(found.additional_config),
+        "hash": found.compute_hash(),
+        "aot": os.environ.get("VLLM_USE_AOT_COMPILE"),
+        "environment": sorted(set(os.environ.items()) - set(environment.items())),
+        "callers_dict_changed": arguments["additional_config"] != additional,
+    }
+
+
+def _model(models: dict[str, str], name: str) -> str:
+    """A folder; those without weights are made on first use."""
+    if name not in models:
+        import tempfile
+
+        from transformers import AutoConfig
+
+        kind, architecture = FOREIGN[name]
+        model = AutoConfig.for_model(kind)
+        model.architectures = [architecture]
+        models[name] = tempfile.mkdtemp(prefix="pcp-config-")
+        model.save_pretrained(models[name])
+    return models[name]
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "1")
