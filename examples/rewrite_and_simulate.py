@@ -30,9 +30,7 @@ def write(k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
 
 @torch.library.custom_op("example::attend", mutates_args=("out",))
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int, dep: torch.Tensor) -> None:
-    rows = NOW["layout"].rows(
-        NOW["rank"]
-    )  # this rank's segments; a split prefill has two, each seeing the prefix up to its own end
+    rows = NOW["layout"].rows(NOW["rank"])  # this rank's segments; each sees the prefix up to its own end
     for i, (request, seen) in enumerate(zip(rows.row_request, rows.seq_lens_host, strict=True)):
         mine = slice(*rows.query_start_loc[i : i + 2].tolist())
         causal = torch.arange(seen) <= torch.arange(rows.row_start[i], seen)[:, None]
@@ -70,10 +68,10 @@ def main() -> None:
     exported = torch.export.export(model, (ids, POSITION), dynamic_shapes=[{0: torch.export.Dim("rows")}] * 2)
     body = build_variants(exported.graph_module, PassContext(PCP), [VerifyObserver("every")])["sharded"]
     print("\n".join(line for line in print_graph(body).splitlines() if "pcp." in line or "example." in line))
-    layout, caches = build_layout(BATCH, PCP), [cached.clone() for _ in range(PCP)]
+    layout = build_layout(BATCH, PCP)
     inputs = [[*model.parameters(), ids[i], POSITION[i]] for i in layout.gather_index.reshape(PCP, -1)]
-    context = lambda rank: patch.dict(NOW, layout=layout, rank=rank, cache=caches[rank])  # entered around each op
-    hidden = simulate(body, inputs, rank_context=context)
+    now = [{"layout": layout, "rank": rank, "cache": cached.clone()} for rank in range(PCP)]
+    hidden = simulate(body, inputs, rank_context=lambda rank: patch.dict(NOW, now[rank]))
     difference = float((torch.cat([out for (out,) in hidden])[layout.restore_index] - expected).abs().max())
     print(f"{layout.padded_tokens} rows per rank; largest difference from one rank {difference:.1e}")
     assert difference < 1e-4, "four ranks give something else than one"

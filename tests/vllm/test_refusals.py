@@ -220,6 +220,9 @@ def _main(target: str, models: dict[str, str], stand_ins: bool) -> None:
     names = _record(config, "_REFUSALS", fired) + _record(config, "_ARGUMENT_REFUSALS", fired)
     wrapped = EngineArgs.create_engine_config
     stock = wrapped.__pcp_passes_original__  # type: ignore[attr-defined]
+    models["folder"] = f"{target}.models"
+    with _environment({}):  # what vLLM does once per process
+        _outcome(stock, models, Case(), {})
     results = {}
     for name, case in CASES.items():
         if (name not in WITHOUT_STAND_INS) is not stand_ins:
@@ -298,14 +301,12 @@ def _outcome(create: Callable[..., Any], models: dict[str, str], case: Case, add
 def _model(models: dict[str, str], name: str) -> str:
     """A folder; those without weights are made on first use."""
     if name not in models:
-        import tempfile
-
         from transformers import AutoConfig
 
         kind, architecture = FOREIGN[name]
         model = AutoConfig.for_model(kind)
         model.architectures = [architecture]
-        models[name] = tempfile.mkdtemp(prefix="pcp-config-")
+        models[name] = f"{models['folder']}/{kind}"
         model.save_pretrained(models[name])
     return models[name]
 
