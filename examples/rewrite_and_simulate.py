@@ -6,11 +6,9 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from pcp_passes.ir.printer import print_graph
-from pcp_passes.ir.rules import CacheWrite, LocalQuery, register_rule
+from pcp_passes.ir import printer, rules
 from pcp_passes.layout import Batch, build_layout
-from pcp_passes.passes import PassContext, build_variants
-from pcp_passes.passes.observers import VerifyObserver
+from pcp_passes.passes import PassContext, build_variants, observers
 from pcp_passes.simulate import simulate
 
 PCP, DIM, LAYERS = 4, 64, 2
@@ -39,8 +37,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
 
 
 write.register_fake(lambda k, v, layer: k.new_empty(0))
-register_rule("example::write", CacheWrite(rows=(0, 1)))
-register_rule("example::attend", LocalQuery(query=0, output=3, new_rows=(1, 2), cache_dep="dep"))
+rules.register_rule("example::write", rules.CacheWrite(rows=(0, 1)))
+rules.register_rule("example::attend", rules.LocalQuery(query=0, output=3, new_rows=(1, 2), cache_dep="dep"))
 
 
 class Decoder(torch.nn.Module):
@@ -66,8 +64,8 @@ def main() -> None:
     with patch.dict(NOW, layout=build_layout(BATCH, 1), rank=0, cache=cached.clone()):
         expected = model(ids, POSITION)
     exported = torch.export.export(model, (ids, POSITION), dynamic_shapes=[{0: torch.export.Dim("rows")}] * 2)
-    body = build_variants(exported.graph_module, PassContext(PCP), [VerifyObserver("every")])["sharded"]
-    print("\n".join(line for line in print_graph(body).splitlines() if "pcp." in line or "example." in line))
+    body = build_variants(exported.graph_module, PassContext(PCP), [observers.VerifyObserver("every")])["sharded"]
+    print("\n".join(line for line in printer.print_graph(body).splitlines() if "pcp." in line or "example." in line))
     layout = build_layout(BATCH, PCP)
     inputs = [[*model.parameters(), ids[i], POSITION[i]] for i in layout.gather_index.reshape(PCP, -1)]
     now = [{"layout": layout, "rank": rank, "cache": cached.clone()} for rank in range(PCP)]

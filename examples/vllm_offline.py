@@ -3,7 +3,7 @@
 
     python examples/vllm_offline.py
 
-One engine start (about 20 s), in a process group of its own. Where vLLM runs anyway (a GPU), none of the helper is needed:
+One engine start (20 to 60 s), in a process group of its own. On a GPU the helper is not needed:
 
     LLM(model, prefill_context_parallel_size=2, additional_config={"pcp_passes": {}}, compilation_config={"mode": 3})
 """

@@ -28,6 +28,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "verify": ("off", "final", "every"),
 }
 
+#: Below 4 s a loaded machine looks frozen; above 60 s nobody is told in time.
+_SECONDS: dict[str, tuple[float, float]] = {"silence_s": (4, 60), "agreement_s": (1, 3600)}
+
 #: Values that exist elsewhere in the package, or are planned, and why they are not accepted here.
 _WHY_NOT: dict[tuple[str, str], str] = {
     ("layout", "interleave"): (
@@ -56,11 +59,10 @@ class PcpOptions:
             ``owner`` gives each decode to one rank.
         gather: see :class:`GatherOptions`.
         verify: run the graph invariants after the last pass (``final``), after each (``every``), or never.
-        poison: fill what no rank should read (unsampled rows of restored states, spare plan slots) with NaN,
-            so that a stray read shows.
+        poison: fill the rows of restored states that are not sampled with NaN, so that a stray read shows.
         dump: folder for numbered graph dumps; ``None`` writes nothing.
         ranks: with ``mode="check"``, the group size to check for; by default that of the running group, at least 2.
-        silence_s: seconds without a heartbeat after which a rank counts as lost.
+        silence_s: seconds without a heartbeat after which a rank counts as lost, 4 to 60.
         agreement_s: seconds to wait for the other ranks' options and graphs.
     """
 
@@ -113,8 +115,12 @@ def _checked(key: str, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
             raise ConfigError(f"pcp_passes.ranks must be an integer of at least 2, or null, found {value!r}.")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"pcp_passes.{key} must be a positive number of seconds, found {value!r}.")
+    return _seconds(key, value, *_SECONDS[key])
+
+
+def _seconds(key: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"pcp_passes.{key} must be a number of seconds from {low:g} to {high:g}, found {value!r}.")
     return float(value)
 
 

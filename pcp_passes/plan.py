@@ -86,9 +86,19 @@ class StepPlan:
         self.gather_index = torch.zeros(gathered, dtype=torch.int64, device=dev)
         self.write_mask = torch.zeros(gathered, dtype=torch.bool, device=dev)
         self.restore_index = torch.zeros(gathered, dtype=torch.int64, device=dev)
-        self.slots = torch.full((slot_groups, gathered), PAD_SLOT_ID, dtype=torch.int64, device=dev)
+        self.slots = self._new_slots()
         self._layout: Layout | None = None
         self._rows: RankRows | None = None
+
+    def _new_slots(self) -> torch.Tensor:
+        shape = (self.slot_groups, self.pcp * self.max_tokens)
+        return torch.full(shape, PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+
+    def set_slot_groups(self, slot_groups: int) -> None:
+        """Reallocate ``slots`` for a number of cache groups that was not known at construction. Before any capture."""
+        if slot_groups != self.slot_groups:
+            self.slot_groups = slot_groups
+            self.slots = self._new_slots()
 
     @property
     def layout(self) -> Layout:

@@ -11,9 +11,9 @@ from tests.models import prompt
 RAGGED = (1, 2, 3, 5, 37, 61, 100)
 
 
-def ragged() -> Group:
+def ragged(seed: int = 1) -> Group:
     """All lengths in one batch; the shortest cannot give every rank a row."""
-    return Group(tuple(Request(prompt(n, seed=1), 12) for n in RAGGED))
+    return Group(tuple(Request(prompt(n, seed=seed), 12) for n in RAGGED))
 
 
 def alone() -> Group:

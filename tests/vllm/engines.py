@@ -14,7 +14,7 @@ from typing import Any
 from pcp_passes.frontends.vllm.session import EngineFailed, Group, Result, Session, run
 from tests.models import build
 from tests.vllm import looks
-from tests.vllm.cases import CASES, served
+from tests.vllm.cases import CASES, ragged, served
 
 FULL = os.environ.get("PCP_TEST_FULL") == "1"
 _started: list[str] = []
@@ -104,12 +104,24 @@ def _asks(name: str) -> Group:
 #: Stock vLLM with its own batch manager and its own gathers; it serves MLA models only.
 NATIVE_MLA = Engine("tiny_mla", mode=0, options=None, prefix_caching=False)
 #: Mode 3 with vLLM's real split; each piece runs as a graph module, so that it can be looked at.
-PIECEWISE = Engine(
-    "tiny_gqa", mode=3, backend="eager", options={"decode": "owner"}, budget=64, extra=(_asks("pieces"),)
-)
+PIECEWISE = Engine("tiny_sliding", mode=3, backend="eager", options={}, extra=(_asks("pieces"),))
 #: Mode 3 with Inductor and a compile cache of this test run, which starts empty.
-COLD = Engine("tiny_gqa", mode=3, options={}, cache_root=scratch_cache(), extra=(_asks("compilations"),))
+COLD = Engine(
+    "tiny_gqa",
+    mode=3,
+    options={},
+    budget=64,
+    cache_root=scratch_cache(),
+    extra=(
+        _asks("compilations"),
+        Group(ragged(seed=9).requests, (looks.qualified("count_variants"),)),
+        _asks("variants_used"),
+        _asks("last_sampled"),
+    ),
+)
+#: Our pass on latent attention, on as many ranks as the native oracle.
+MLA = Engine("tiny_mla", mode=3, options={"decode": "owner"}, prefix_caching=False)
 #: The same engine again.
-WARM = replace(COLD, cases=("ragged",))
+WARM = replace(COLD, cases=("ragged",), extra=(_asks("compilations"),))
 #: The same cache, another option.
 CHANGED = replace(WARM, options={"decode": "owner"})

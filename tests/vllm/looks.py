@@ -64,6 +64,12 @@ def count_variants(worker: Any) -> None:
     runtime.observers.append(lambda step: counts.update({step["variant"]: counts.get(step["variant"], 0) + 1}))
 
 
+def last_sampled(worker: Any) -> list[list[int]]:
+    """The token that each request slot sampled last, on this worker."""
+    tokens: list[list[int]] = worker.model_runner.req_states.last_sampled_tokens.tolist()
+    return tokens
+
+
 def qualified(name: str) -> str:
     """The name by which a session calls one of these functions."""
     return f"{__name__}:{name}"

@@ -6,19 +6,21 @@ Each function runs on every worker; :func:`undo` removes whatever is in place.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from pcp_passes import collectives
+from pcp_passes import layout as layouts
 from pcp_passes.frontends.vllm import runtime as runtimes
+from pcp_passes.layout import Layout, SampledRows
 from pcp_passes.plan import StepPlan
 
 _ORIGINAL = {
     "axis": None,
     "shard_tokens": StepPlan.shard_tokens,
     "expand_slots": StepPlan.expand_slots,
-    "load": StepPlan.load,
 }
 
 
@@ -26,8 +28,9 @@ def undo(worker: Any) -> None:
     """Back to the real code."""
     if _ORIGINAL["axis"] is not None:
         collectives.bind_axis(runtimes.AXIS, _ORIGINAL["axis"])
-    for name in ("shard_tokens", "expand_slots", "load"):
+    for name in ("shard_tokens", "expand_slots"):
         setattr(StepPlan, name, _ORIGINAL[name])
+    _manager().sampled_rows = layouts.sampled_rows
 
 
 def gather_dropped(worker: Any) -> None:
@@ -74,17 +77,23 @@ def padding_writes(worker: Any) -> None:
 
 
 def restore_permuted(worker: Any) -> None:
-    """Restored rows come back in another order."""
+    """Sampled rows come back in another order."""
 
-    def load(self: StepPlan, layout: Any, **kwargs: Any) -> Any:
-        view = _ORIGINAL["load"](self, layout, **kwargs)
-        self.restore_index[: layout.num_tokens] = self.restore_index[: layout.num_tokens].flip(0)
-        return view
+    def sampled_rows(layout: Layout, indices: Any) -> SampledRows:
+        rows = layouts.sampled_rows(layout, indices)
+        return dataclasses.replace(rows, restore=rows.restore[::-1].copy())
 
-    StepPlan.load = load
+    _manager().sampled_rows = sampled_rows
 
 
-FAULTS = ("gather_dropped", "lengths_off_by_one", "plan_permuted", "padding_writes", "restore_permuted")
+def _manager() -> Any:
+    from pcp_passes.frontends.vllm import manager  # imports vllm
+
+    return manager
+
+
+#: In the order in which they are tried: the later ones leave NaN in the cache, which spoils whatever runs after them.
+FAULTS = ("restore_permuted", "plan_permuted", "padding_writes", "gather_dropped", "lengths_off_by_one")
 
 
 def qualified(name: str) -> str:

@@ -55,7 +55,7 @@ def serve(model: str, folder: Path, *, pcp: int, options: dict[str, Any], start_
         "--dtype": "float32",
         "--max-model-len": "256",
         "--max-num-seqs": "64",
-        "--max-num-batched-tokens": "256",
+        "--max-num-batched-tokens": "64",
         "--block-size": "32",
         "--prefill-context-parallel-size": str(pcp),
         "--additional-config": json.dumps({"pcp_passes": options}),

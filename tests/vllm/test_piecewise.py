@@ -17,14 +17,14 @@ def test_both_bodies_are_split() -> None:
 
 def test_collectives_are_outside_compiled_pieces() -> None:
     ours = [piece for piece in pieces() if piece["ours"]]
-    assert len(ours) == 3, "one gather for each of three layers, in the sharded body alone"
+    assert len(ours) == 4, "one gather for each of four layers, in the sharded body alone"
     assert all(piece["split"] and piece["body"] == "backbone" for piece in ours)
 
 
 def test_no_compiled_piece_sees_gathered_rows() -> None:
     """vLLM picks a piece's compiled range by the first size among its inputs: P*M there would be the wrong one."""
     compiled = [piece for piece in pieces() if not piece["split"]]
-    assert len(compiled) >= 6
+    assert len(compiled) >= 8
     symbols = {row for piece in compiled for row in piece["rows"]}
     assert symbols, "compiled pieces take rows"
     assert not [symbol for symbol in symbols if "*" in symbol]
@@ -33,7 +33,8 @@ def test_no_compiled_piece_sees_gathered_rows() -> None:
 
 
 def _counts(engine: object) -> dict[str, int]:
-    return result_of(engine).rpc[-1][0][0]  # type: ignore[arg-type]
+    # The first question that an engine of this module is asked.
+    return next(reply for reply in result_of(engine).rpc if reply)[0][0]  # type: ignore[arg-type]
 
 
 def test_a_warm_start_compiles_nothing_and_is_still_sharded() -> None:

@@ -84,6 +84,12 @@ CASES: dict[str, Case] = {
         ("(ExampleConnector)", "drop kv_transfer_config"),
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
     ),
+    "prompt embeddings": Case(("drop enable_prompt_embeds",), {"enable_prompt_embeds": True}),
+    "routed experts": Case(("drop enable_return_routed_experts",), {"enable_return_routed_experts": True}),
+    "several positions": Case(
+        ("M-RoPE", "use another model"),
+        {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}},
+    ),
     # Compilation: whatever would run the model without the passes.
     "eager": Case(("enforce_eager", "drop it", "mode to off"), {"enforce_eager": True}),
     "mode 0": Case(("compilation mode 0", _NO_PASS), compilation(mode=0)),
@@ -191,18 +197,53 @@ def test_accepted_arguments_reach_the_passes(happened: Callable[[str], dict[str,
 def test_every_refusal_is_exercised(happened: Callable[[str], dict[str, Any]]) -> None:
     """A check that no case reaches could be broken without anyone noticing."""
     fired = {name for case in CASES for name in happened(case)["fired"]}
-    assert fired | {"_full_graphs"} == set(happened("plain")["refusals"])
+    assert fired | set(ELSEWHERE) == set(happened("plain")["refusals"])
 
 
-@pytest.mark.parametrize("mode, refused", [("FULL", True), ("FULL_DECODE_ONLY", True), ("PIECEWISE", False)])
-def test_full_graphs(mode: str, refused: bool) -> None:
-    """CUDA only: vLLM's CPU platform sets NONE, so no case above reaches it."""
-    from pcp_passes.frontends.vllm import config
+def test_group_of_another_size_is_refused(happened: Callable[[str], dict[str, Any]]) -> None:
+    assert happened("worker")["group of 3 for 2"] == [
+        "ConfigError",
+        "the PCP group has 3 ranks but prefill_context_parallel_size is 2; start as many workers as TP x PP x PCP "
+        "asks for.",
+    ]
 
-    found = config._full_graphs(
-        SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode)))
-    )
-    assert (found == f"cudagraph_mode={mode} is not supported yet; use PIECEWISE or NONE.") is refused
+
+def test_recurrent_state_is_refused_naming_every_layer(happened: Callable[[str], dict[str, Any]]) -> None:
+    kind, message = happened("worker")["attention and mamba layers"]
+    assert kind == "ConfigError"
+    assert "recurrent state" in message and "run this model without PCP" in message
+    assert "layers.1 (MambaSpec), layers.3 (MambaSpec);" in message and "layers.0" not in message
+
+
+def test_attention_layers_are_accepted_and_lose_the_native_gather(happened: Callable[[str], dict[str, Any]]) -> None:
+    assert happened("worker")["attention layers"] == {"layers.0": False, "layers.1": False}
+
+
+#: What no configuration on CPU reaches: vLLM settles these otherwise there.
+ELSEWHERE = {
+    "_cuda_graphs": (
+        {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="PIECEWISE"))},
+        {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"))},
+        ("cudagraph_mode=PIECEWISE", "set it to NONE"),
+    ),
+    "_prompt_window": (
+        {"model_config": SimpleNamespace(rswa_window=128)},
+        {"model_config": SimpleNamespace(rswa_window=None)},
+        ("(128)", "not supported"),
+    ),
+    "_experts_off_cpu": (
+        {"model_config": SimpleNamespace(is_moe=True, architectures=["MixtralForCausalLM"])},
+        {"model_config": SimpleNamespace(is_moe=False, architectures=["LlamaForCausalLM"])},
+        ("Mixtral", "on CPU only", "use a dense model"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_refused_on_other_platforms(name: str, happened: Callable[[str], dict[str, Any]]) -> None:
+    refused, accepted = happened("worker")[name]
+    assert all(fragment in refused for fragment in ELSEWHERE[name][2])
+    assert accepted is None
 
 
 # The child.
@@ -237,7 +278,66 @@ def _main(target: str, models: dict[str, str], stand_ins: bool) -> None:
                 with _environment(case.env):
                     outcomes.append(_outcome(create, models, case, additional))
             results[name]["stock"][label] = outcomes
+    if stand_ins:
+        results["worker"] = _worker()
     Path(target).write_text(json.dumps(results))
+
+
+def _worker() -> dict[str, Any]:
+    """Refusals of a worker, on vLLM's classes, with a group and layers made up."""
+    from vllm.distributed import parallel_state
+    from vllm.v1 import kv_cache_interface as caches
+
+    from pcp_passes.errors import ConfigError
+    from pcp_passes.frontends.vllm import plugin, runtime
+    from pcp_passes.options import PcpOptions
+
+    def config(**layers: type) -> Any:
+        # The kind of a layer's cache is all that is looked at, so the specification needs no values.
+        context = {
+            name.replace("_", "."): SimpleNamespace(
+                use_pcp=True, get_kv_cache_spec=lambda config, spec=spec: object.__new__(spec)
+            )
+            for name, spec in layers.items()
+        }
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(prefill_context_parallel_size=2),
+            compilation_config=SimpleNamespace(static_forward_context=context),
+        )
+
+    def refusal(call: Callable[..., Any], *arguments: Any) -> list[str]:
+        try:
+            call(*arguments)
+        except ConfigError as error:
+            return [type(error).__name__, str(error)]
+        return []
+
+    parallel_state.get_pcp_group = lambda: SimpleNamespace(world_size=3, rank_in_group=0)
+    attention, recurrent = caches.FullAttentionSpec, caches.MambaSpec
+    mixed = config(layers_0=attention, layers_1=recurrent, layers_2=caches.MLAAttentionSpec, layers_3=recurrent)
+    dense = config(layers_0=attention, layers_1=caches.SlidingWindowSpec)
+    results: dict[str, Any] = {
+        "group of 3 for 2": refusal(runtime.start, PcpOptions(), config()),
+        "attention and mamba layers": refusal(plugin._own_the_gather, mixed),
+    }
+    plugin._own_the_gather(dense)
+    layers = dense.compilation_config.static_forward_context
+    results["attention layers"] = {name: layer.use_pcp for name, layer in layers.items()}
+    return results | _elsewhere()
+
+
+def _elsewhere() -> dict[str, Any]:
+    from unittest.mock import patch
+
+    from vllm.platforms import current_platform
+
+    from pcp_passes.frontends.vllm import config
+
+    with patch.object(type(current_platform), "is_cpu", lambda self: False):
+        return {
+            name: [getattr(config, name)(SimpleNamespace(**wrong)), getattr(config, name)(SimpleNamespace(**right))]
+            for name, (wrong, right, _) in ELSEWHERE.items()
+        }
 
 
 def _record(config: Any, table: str, fired: list[str]) -> list[str]:

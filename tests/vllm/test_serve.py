@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
+import aiohttp
 import psutil
 import pytest
 
@@ -47,31 +50,38 @@ def test_survives_requests_that_hang_up(server: Server) -> None:
     check(ask(server, served()[:10]), wanted()[:10])
 
 
-def _ends(server: Server, victim: psutil.Process, within_s: float) -> float:
-    begin = time.monotonic()
+def _strike(server: Server, victim: psutil.Process, how: signal.Signals) -> None:
+    """Signal ``victim`` while requests are in flight; every other process must end within 30 s of that."""
     others = [psutil.Process(server.process.pid), *(w for w in server.workers() if w.pid != victim.pid)]
-    _, alive = psutil.wait_procs(others, timeout=within_s)
-    assert not alive, f"still running after {within_s} s: {alive}\n{server.tail()}"
-    return time.monotonic() - begin
+    clients = threading.Thread(target=_ask_in_vain, args=(server,))
+    clients.start()
+    time.sleep(1)
+    victim.send_signal(how)
+    _, alive = psutil.wait_procs(others, timeout=30)
+    clients.join(30)
+    assert not alive, f"still running after 30 s: {alive}\n{server.tail()}"
+    assert not clients.is_alive(), "a client still waits"
+
+
+def _ask_in_vain(server: Server) -> None:
+    with contextlib.suppress(aiohttp.ClientError, AssertionError, KeyError):
+        ask(server, [Request(prompt(30, seed=90 + n), 150) for n in range(8)])
 
 
 def test_frozen_worker_ends_the_others_with_the_reason(server: Server) -> None:
-    """Last: it takes the server down. The engine is idle in a collective's neighbourhood, requests are in flight."""
-    victim = server.workers()[1]
-    victim.send_signal(signal.SIGSTOP)
-    with pytest.raises(Exception, match=r".*"):
-        ask(server, [Request(prompt(30, seed=90), 100)])
-    _ends(server, victim, within_s=30)
-    log = server.log.read_text(errors="replace")
-    assert "pcp rank 1 is lost: frozen" in log, server.tail()
+    """Last: it takes the server down."""
+    _strike(server, server.workers()[1], signal.SIGSTOP)
+    assert "pcp rank 1 is lost: frozen" in server.log.read_text(errors="replace"), server.tail()
 
 
 if FULL:  # a second server
 
     def test_killed_worker_ends_the_others_with_the_reason(tmp_path_factory: pytest.TempPathFactory) -> None:
+        """vLLM's executor sees a killed child at once, often before the heartbeat does; both name the worker."""
         options = {"silence_s": SILENCE_S}
         with serve(str(build("tiny_gqa")), tmp_path_factory.mktemp("serve"), pcp=2, options=options) as server:
-            victim = server.workers()[0]
-            victim.send_signal(signal.SIGKILL)
-            _ends(server, victim, within_s=30)
-            assert "died" in server.log.read_text(errors="replace"), server.tail()
+            _strike(server, server.workers()[0], signal.SIGKILL)
+            log = server.log.read_text(errors="replace")
+            assert "Worker_PCP0" in log and ("died unexpectedly" in log or "pcp rank 0 is lost: killed" in log), (
+                server.tail()
+            )

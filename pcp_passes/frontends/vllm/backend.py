@@ -47,7 +47,10 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Cal
 def _compile_fx(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, list(inputs))
+    runtime = runtimes.current()
+    # vLLM hands these to the backend that it knows as "inductor".
+    patches = dict(runtime.inductor_config) if runtime is not None else {}
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -67,8 +70,11 @@ def around_vllm_backend(
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         instance = next(backends)
         if instance is None:  # a VllmBackend compiles one graph
+            # vLLM 0.33 decides on AOT per instance; the twin must not differ.
+            aot = getattr(backend.compiler_manager, "use_aot_compile", None)
+            more = {} if aot is None else {"use_aot_compile": aot}
             prefix = f"{backend.prefix}_replicated"
-            instance = VllmBackend(backend.vllm_config, prefix=prefix, is_encoder=backend.is_encoder)
+            instance = VllmBackend(backend.vllm_config, prefix=prefix, is_encoder=backend.is_encoder, **more)
         return original(instance, gm, inputs)  # type: ignore[no-any-return]
 
     return _compile(graph, example_inputs, compiler, backend.prefix)

@@ -54,6 +54,8 @@ def prepare(args: Any) -> PcpOptions | None:
     if args.prefill_context_parallel_size > 1 or options.mode == "check":
         _refuse_arguments(args, options)
         _compile_on_cpu(args)
+    if args.prefill_context_parallel_size > 1:
+        _no_graphs_by_default(args)
     _use_our_backend(args)
     _whole_graph_every_start()
     return options
@@ -120,6 +122,13 @@ def _ubatching(args: Any) -> str | None:
     )
 
 
+def _routed_experts(args: Any) -> str | None:
+    """vLLM itself would fail at the first request."""
+    if not args.enable_return_routed_experts:
+        return None
+    return "returning routed experts is not supported with pcp_passes; drop enable_return_routed_experts."
+
+
 def _graphs_on_cpu(args: Any) -> str | None:
     from vllm.platforms import current_platform
 
@@ -134,6 +143,7 @@ _ARGUMENT_REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _eager,
     _one_worker,
     _ubatching,
+    _routed_experts,
     _graphs_on_cpu,
 )
 
@@ -164,12 +174,24 @@ def _compile_on_cpu(args: Any) -> None:
         args.compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE
 
 
+def _no_graphs_by_default(args: Any) -> None:
+    """vLLM's own default on CUDA is a graph mode, which a user who set nothing should not be refused for."""
+    from vllm.config import CUDAGraphMode
+
+    if args.compilation_config.cudagraph_mode is None:
+        args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
 def _use_our_backend(args: Any) -> None:
     """Mode 2 takes a whole-graph backend by name; ``inductor`` and ``eager`` mean ours of the same name."""
     compilation = args.compilation_config
     if compilation.mode is None or int(compilation.mode) != 2:
         return
     name = compilation.backend or "inductor"
+    if name == "inductor" and not {"all", "none"} & set(compilation.custom_ops):
+        # vLLM's own choice for the backend of this name, which it does not recognise by ours: native ops, so that
+        # Inductor can fuse them. (Its CPU rotary kernel, the other choice, reads MLA's strided halves wrongly.)
+        compilation.custom_ops = [*compilation.custom_ops, "none"]
     if name in BACKENDS:
         compilation.backend = BACKENDS[name]
     elif name not in BACKENDS.values():
@@ -270,11 +292,38 @@ def _kv_transfer(config: Any) -> str | None:
     return f"KV transfer ({config.kv_transfer_config.kv_connector}) is not supported yet; drop kv_transfer_config."
 
 
-def _full_graphs(config: Any) -> str | None:
+def _cuda_graphs(config: Any) -> str | None:
+    """vLLM captures what a dummy batch runs, which is the sharded body; the other would be captured in mid-request."""
     mode = config.compilation_config.cudagraph_mode
-    if mode is None or mode.name in ("NONE", "PIECEWISE"):
+    if mode is None or mode.name == "NONE":
         return None
-    return f"cudagraph_mode={mode.name} is not supported yet; use PIECEWISE or NONE."
+    return f"cudagraph_mode={mode.name} is not supported yet; set it to NONE, or leave it out."
+
+
+def _prompt_embeddings(config: Any) -> str | None:
+    if not config.model_config.enable_prompt_embeds:
+        return None
+    return "prompt embeddings are not supported, since only token ids are sharded; drop enable_prompt_embeds."
+
+
+def _multi_axis_positions(config: Any) -> str | None:
+    if not config.model_config.uses_mrope:
+        return None
+    return f"{_architecture(config)} has several positions per token (M-RoPE), not sharded; use another model."
+
+
+def _prompt_window(config: Any) -> str | None:
+    window = getattr(config.model_config, "rswa_window", None)
+    return None if window is None else f"a window counted from the prompt's end ({window}) is not supported."
+
+
+def _experts_off_cpu(config: Any) -> str | None:
+    """Elsewhere the router skips padded rows by a mask over the *gathered* rows, which we do not build yet."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or not config.model_config.is_moe:
+        return None
+    return f"{_architecture(config)} has expert layers, which are supported on CPU only so far; use a dense model."
 
 
 def _graph_partition(config: Any) -> str | None:
@@ -293,7 +342,11 @@ _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _pipeline_parallel,
     _data_parallel,
     _kv_transfer,
-    _full_graphs,
+    _cuda_graphs,
+    _prompt_embeddings,
+    _multi_axis_positions,
+    _prompt_window,
+    _experts_off_cpu,
     _graph_partition,
 )
 

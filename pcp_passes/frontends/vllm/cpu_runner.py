@@ -18,17 +18,17 @@ Use :func:`enable` before importing vLLM; worker processes inherit it through th
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.util
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from pcp_passes.frontends.vllm.imports import after_import, around_import
+
 SWITCH = "PCP_PASSES_CPU_RUNNER"
+_installed = False
 _SITE = Path(__file__).parent / "cpu_site"
 
 
@@ -63,39 +63,16 @@ def enable(*, cores: Sequence[int] = ()) -> None:
 
 def active() -> bool:
     """Whether the stand-ins are installed in this process."""
-    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    return _installed
 
 
 def install() -> None:
-    """Put the import hook in place (idempotent)."""
-    if not active():
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Wraps the import of the two modules that need a stand-in around them."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        wrap = _AROUND.get(name)
-        if wrap is None:
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            with wrap():
-                execute(module)
-            if name in _AFTER:
-                _AFTER[name](module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    """Put the import hooks in place (idempotent)."""
+    global _installed
+    if not _installed:
+        around_import("vllm.triton_utils.importing", _triton_looks_active)
+        after_import("vllm.platforms.cpu", _keep_mode_3)
+    _installed = True
 
 
 @contextlib.contextmanager
@@ -201,10 +178,3 @@ class _NoPass:
 
     def uuid(self) -> str:
         return "no-pass"
-
-
-_AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "vllm.triton_utils.importing": _triton_looks_active,
-    "vllm.platforms.cpu": contextlib.nullcontext,
-}
-_AFTER: dict[str, Callable[[types.ModuleType], None]] = {"vllm.platforms.cpu": _keep_mode_3}

@@ -43,30 +43,36 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
 
     @classmethod
     def bound(cls, runner: GPUModelRunner, runtime: Runtime) -> type[PassesPCPManager]:
-        """The class for one runner: vLLM instantiates it with its own arguments only."""
+        """The class for one runner. vLLM instantiates what this returns with arguments of its own, so the runner and
+        the runtime ride on the class."""
         return type("PassesPCPManager", (cls,), {"runner": runner, "runtime": runtime})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        buffers = self._input_buffers
+        assert buffers is not None, "vLLM builds the manager with its request and token limits"
         self._layout: Layout | None = None
-
-    @functools.cached_property
-    def _plan(self) -> StepPlan:
-        """Built at the first step: vLLM 0.33 attaches the block tables after construction."""
-        buffers, tables = self._input_buffers, self._block_tables
-        assert buffers is not None and tables is not None, "vLLM gives the manager its limits and block tables"
-        plan = StepPlan(
+        self._plan = StepPlan(
             self.pcp_world_size,
             self.pcp_rank,
             max_tokens=buffers.max_num_tokens,
             max_rows=buffers.max_num_reqs,
             device=self.device,
-            slot_groups=tables.num_kv_cache_groups,
         )
         # One set of persistent buffers: capture, dummy and real batches read the same addresses.
         for name in ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens"):
-            setattr(buffers, name, getattr(plan, name))
-        return plan
+            setattr(buffers, name, getattr(self._plan, name))
+        self._size_slots()
+
+    def set_block_tables(self, block_tables: Any) -> None:  # vLLM 0.33 attaches them after construction
+        """Attach the block tables, which only exist after the KV cache is planned."""
+        super().set_block_tables(block_tables)
+        if hasattr(self, "_plan"):
+            self._size_slots()
+
+    def _size_slots(self) -> None:
+        if self._block_tables is not None:
+            self._plan.set_slot_groups(self._block_tables.num_kv_cache_groups)
 
     @staticmethod
     def validate_config(vllm_config: VllmConfig, supports_mm_inputs: bool) -> None:
@@ -114,12 +120,7 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         if layout.is_replicated:
             self._local_batch = None
             return input_batch
-        padded_rows = None
-        if batch_desc.cg_mode == CUDAGraphMode.FULL:
-            padded_rows = self._resolve_num_reqs_after_padding(
-                input_batch, batch_desc.num_reqs, max(1, int(layout.rows_per_rank[self.pcp_rank]))
-            )
-        self._plan.load(layout, padded_rows=padded_rows)
+        self._plan.load(layout)
         self._plan.shard_tokens(input_batch.input_ids, input_batch.positions)
         self._local_batch = self._local_input_batch(input_batch, layout, self._plan.rows)
         return self._local_batch
@@ -263,8 +264,8 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         if worker is None:
             return True
         scored = getattr(worker, "token_id_scores", {})
-        wants_logprobs = bool(worker.uses_prompt_logprobs[batch.idx_mapping_np].any())
-        return wants_logprobs or any(req_id in scored for req_id in batch.req_ids)
+        wanted = worker.uses_prompt_logprobs[batch.idx_mapping_np] & batch.is_prefilling_np
+        return bool(wanted.any()) or (bool(scored) and any(req_id in scored for req_id in batch.req_ids))
 
     def _restore_sampled(self, hidden_states: torch.Tensor, batch: InputBatch, layout: Layout) -> torch.Tensor:
         ends = batch.query_start_loc_np[1 : batch.num_reqs + 1].astype(np.int64)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.vllm import config as vllm_options
+from pcp_passes.frontends.vllm.imports import after_import
 from pcp_passes.options import PcpOptions
 
 logger = logging.getLogger(__name__)
@@ -29,12 +32,21 @@ _PAGED_IMPLS: dict[str, str] = {
 
 
 def register() -> None:
-    """Install the hooks (idempotent: vLLM may load plugins several times in one process)."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    """Install the hooks (idempotent: vLLM may load plugins several times in one process).
 
-    _wrap(EngineArgs, "create_engine_config", _around_create_engine_config)
-    _wrap(WorkerWrapperBase, "init_device", _around_init_device)
+    It imports nothing of vLLM: some processes that load plugins need neither module.
+    """
+    after_import("vllm.engine.arg_utils", _hook_engine_arguments)
+    after_import("vllm.v1.worker.worker_base", _hook_workers)
+
+
+def _hook_engine_arguments(module: ModuleType) -> None:
+    _wrap(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+
+
+def _hook_workers(module: ModuleType) -> None:
+    _wrap(module.WorkerWrapperBase, "init_device", _around_init_device)
+    _wrap(module.WorkerWrapperBase, "shutdown", _around_shutdown)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -65,6 +77,13 @@ def _around_init_device(original: Callable[..., Any], worker: Any) -> Any:
     return original(worker)
 
 
+def _around_shutdown(original: Callable[..., Any], worker: Any) -> Any:
+    module = sys.modules.get("pcp_passes.frontends.vllm.runtime")  # not there when the plugin is off
+    if module is not None:
+        module.stop()
+    return original(worker)
+
+
 def activate(options: PcpOptions) -> None:
     """Install the worker-side hooks: backend, batch manager, attention back ends."""
     import vllm
@@ -75,6 +94,7 @@ def activate(options: PcpOptions) -> None:
 
     versions.require_signatures(vllm.__version__)
     _wrap(VllmBackend, "__call__", backend.around_vllm_backend)
+    _wrap(GPUModelRunner, "__init__", _around_runner_init)
     _wrap(GPUModelRunner, "load_model", _around_load_model)
     if options.mode != "rewrite":
         return
@@ -111,16 +131,27 @@ def _accept_paged_backends() -> None:
             logger.debug("pcp_passes: %s is not here (%s)", qualname, missing)
 
 
+def _around_runner_init(original: Callable[..., Any], runner: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """The process groups exist, and nothing of the model yet: vLLM 0.33 asks for the manager's class in here."""
+    from pcp_passes.frontends.vllm import runtime
+
+    options = vllm_options.options_of(vllm_config.additional_config)
+    if options is not None:
+        runtime.start(options, vllm_config)
+    return original(runner, vllm_config, *args, **kwargs)
+
+
 def _around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     from pcp_passes.frontends.vllm import runtime
 
-    options = vllm_options.options_of(runner.vllm_config.additional_config)
     result = original(runner, *args, **kwargs)
-    if options is None:
-        return result
-    current = runtime.start(options, runner.vllm_config)
-    if current.pcp > 1 and options.mode == "rewrite":
-        _own_the_gather(runner.vllm_config)
+    current = runtime.current()
+    if current is not None:
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        sharing = (name for name, layer in layers.items() if getattr(layer, "kv_sharing_target_layer_name", None))
+        current.shared_cache_layers = frozenset(sharing)
+        if current.pcp > 1 and current.options.mode == "rewrite":
+            _own_the_gather(runner.vllm_config)
     return result
 
 

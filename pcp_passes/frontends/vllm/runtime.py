@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -40,6 +42,7 @@ class Runtime:
             profile and warm-up runs, which no manager prepares, issue the same collectives on every rank.
         observers: called with a plain description of each planned step.
         reports: what was rewritten, per captured model.
+        inductor_config: vLLM's ``inductor_compile_config``, for the mode-2 backend.
         shared_cache_layers: attention layers that read another layer's cache, and so write none.
     """
 
@@ -52,18 +55,17 @@ class Runtime:
     observers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     reports: dict[str, RewriteReport] = field(default_factory=dict)
     shared_cache_layers: frozenset[str] = frozenset()
-    _topics: dict[str, int] = field(default_factory=dict)
+    inductor_config: dict[str, Any] = field(default_factory=dict)
 
     def agree(self, topic: str, facts: dict[str, str], texts: dict[str, str] | None = None) -> None:
         """Compare ``facts`` with the other ranks of the PCP group, through the store and with a timeout."""
         if self.store is None:
             return
-        count = self._topics[topic] = self._topics.get(topic, 0) + 1
         require_agreement(
             self.store,
             rank=self.rank,
             world=self.pcp,
-            topic=f"{topic}#{count}",
+            topic=topic,
             facts=facts,
             texts=texts or {},
             timeout_s=self.options.agreement_s,
@@ -79,7 +81,8 @@ def current() -> Runtime | None:
 
 
 def start(options: PcpOptions, vllm_config: Any) -> Runtime:
-    """Bind the PCP group and compare the ranks' options. Needs vLLM's process groups.
+    """Bind the PCP group and compare the ranks' options. Needs vLLM's process groups; before weights are loaded, so
+    that ranks meet while they are close together in time.
 
     Raises:
         ConfigError: when the group does not have the configured size.
@@ -95,17 +98,25 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
             f"the PCP group has {group.world_size} ranks but prefill_context_parallel_size is {asked}; "
             "start as many workers as TP x PP x PCP asks for."
         )
-    layers = vllm_config.compilation_config.static_forward_context
-    sharing = (name for name, layer in layers.items() if getattr(layer, "kv_sharing_target_layer_name", None))
     runtime = Runtime(
-        options=options, pcp=group.world_size, rank=group.rank_in_group, shared_cache_layers=frozenset(sharing)
+        options=options,
+        pcp=group.world_size,
+        rank=group.rank_in_group,
+        inductor_config=dict(vllm_config.compilation_config.inductor_compile_config),
     )
     _current = runtime
     if group.world_size == 1:
         return runtime
     bind_axis(AXIS, lambda rows: group.all_gather(rows, dim=0))
-    _watch(runtime, group, vllm_config)
+    _watch(runtime, group)
     return runtime
+
+
+def stop() -> None:
+    """Say goodbye to the other ranks, so that they do not miss this one (idempotent)."""
+    if _current is not None and _current.heartbeat is not None:
+        _current.heartbeat.stop(linger_s=1.0)
+        _current.heartbeat = None
 
 
 def build_id(options: PcpOptions, pcp: int) -> str:
@@ -114,27 +125,33 @@ def build_id(options: PcpOptions, pcp: int) -> str:
     return body_pipeline(pack=options.gather.pack).uuid(context, options.layout, asdict(options))
 
 
-def _address_of_first_rank(runtime: Runtime, bootstrap: Store, name: str, vllm_config: Any) -> str:
+def _address_of_first_rank(runtime: Runtime, bootstrap: Store, name: str) -> str:
     """Where the group's store is served: on its rank 0, which need not be the machine of the world's rank 0."""
-    if vllm_config.parallel_config.nnodes == 1:
-        return "127.0.0.1"
     from vllm.utils.network_utils import get_ip
 
-    key = f"pcp_passes/{name}/address"
+    key, machine = f"pcp_passes/{name}/address", socket.gethostname()
     if runtime.rank == 0:
-        bootstrap.set(key, get_ip())
-    address: bytes = bootstrap.get(key)
-    return address.decode()
+        bootstrap.set(key, f"{machine} {get_ip()}")
+        return "127.0.0.1"
+    bootstrap.wait([key], timedelta(seconds=runtime.options.agreement_s))
+    where, address = bootstrap.get(key).decode().split()
+    return "127.0.0.1" if where == machine else address
 
 
-def _watch(runtime: Runtime, group: Any, vllm_config: Any) -> None:
+def _watch(runtime: Runtime, group: Any) -> None:
     import torch
     import vllm
 
     bootstrap = dist.distributed_c10d._get_default_store()
     name = f"{group.unique_name}/{group.ranks}"
-    host = _address_of_first_rank(runtime, bootstrap, name, vllm_config)
-    connect = functools.partial(open_store, host, rank=runtime.rank, world=runtime.pcp, bootstrap=bootstrap)
+    connect = functools.partial(
+        open_store,
+        _address_of_first_rank(runtime, bootstrap, name),
+        rank=runtime.rank,
+        world=runtime.pcp,
+        bootstrap=bootstrap,
+        timeout_s=runtime.options.agreement_s,
+    )
     runtime.store = connect(name=f"{name}/agreement")
     runtime.heartbeat = Heartbeat(
         connect(name=f"{name}/heartbeat"), rank=runtime.rank, world=runtime.pcp, silence_s=runtime.options.silence_s

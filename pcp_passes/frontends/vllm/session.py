@@ -98,8 +98,8 @@ class Session:
             env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
             if self.mode == 3:
                 env["PCP_PASSES_CPU_MODE_3"] = "1"
-            if self.pcp == 1:
-                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            # The scheduler runs in the child itself: one process, and one import of vLLM, less.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if any(group.rpc for group in self.groups):
             env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions travel to the workers
         return env | self.env

@@ -45,6 +45,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", {"": ("self", "usage_context", "headless")}),
     Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", {"": ("self",)}),
+    Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.shutdown", {"": ("self",)}),
     Symbol(
         "vllm.compilation.backends",
         "VllmBackend.__init__",
@@ -95,11 +96,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_MANAGER, "PCPManager.partition_batch", {"": ("self", "input_batch", "batch_desc")}),
     Symbol(_MANAGER, "PCPManager.prepare_attn", {"": ("self", "input_batch")}),
+    Symbol(_MANAGER, "PCPManager.prepare_slot_mappings", {"": ("self",)}),
+    Symbol(_MANAGER, "PCPManager.set_block_tables", {"0.33": ("self", "block_tables")}),
     Symbol(_MANAGER, "PCPManager.prepare_inputs_to_capture", {"0.32": ("self", "input_batch")}),
     Symbol(_MANAGER, "PCPManager.prepare_inputs_for_capture_or_profile", {"0.33": ("self", "input_batch")}),
     Symbol(_MANAGER, "PCPManager.get_dummy_block_tables", {"": ("self", "num_reqs")}),
     Symbol(_MANAGER, "PCPManager.get_dummy_slot_mappings", {"": ("self", "num_tokens")}),
+    Symbol(_MANAGER, "PCPManager._convert_to_gathered_slot_mappings", {"": ("self", "global_batch_slot_mappings")}),
+    Symbol(_MANAGER, "PCPManager.restore_hidden_states", {"": ("self", "hidden_states")}),
     Symbol(_MANAGER, "PCPManager.restore_for_sampling", {"": ("self", "hidden_states", "aux_hidden_states")}),
+    Symbol(_RUNNER, "GPUModelRunner.__init__", {"": ("self", "vllm_config", "device")}),
     Symbol(_RUNNER, "GPUModelRunner.load_model", {"": ("self", "load_dummy_weights", "args", "model", "kwargs")}),
     Symbol(
         "vllm.v1.worker.gpu.block_table",
