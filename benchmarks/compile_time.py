@@ -15,7 +15,7 @@ The compile of 32 layers takes one to three minutes; ``--compile-layers 0`` leav
 ``--vllm MODEL`` measures a real vLLM engine instead: piecewise mode, two ranks that share the machine, cold caches,
 dummy weights (``config.json`` is enough). It is the wall time of ``build_variants`` in the slower worker, over vLLM's
 own "torch.compile ... took", which includes the first run. vLLM compiles equal pieces once, so its compile is shorter.
-The passes' own log lines (INFO of ``pcp_passes``, one a pass) are summed beside it; they leave out the invariants.
+The passes' own log lines (INFO of ``pcp_passes``, one a pass) are summed beside it: without copies and checks.
 """
 
 from __future__ import annotations

@@ -64,6 +64,5 @@ PROOFS: tuple[Proof, ...] = (
     Proof("tensor parallel beside PCP", "read only"),
     Proof("quantised KV cache", "read only"),
     Proof("FlashAttention and Triton attention back ends", "read only"),
-    Proof("CUDA graphs, PIECEWISE", "read only"),
     Proof("NCCL", "read only"),
 )
