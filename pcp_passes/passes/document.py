@@ -38,7 +38,7 @@ def _lines() -> Iterator[str]:
     yield "## Pipelines"
     yield ""
     for literal in _PIPELINE.findall(inspect.getsource(passes)):
-        yield "```python"
+        yield "```text"
         yield re.sub(r"\s*# fmt: skip$", "", literal)
         yield "```"
         yield ""
