@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,105 +21,9 @@ import pytest
 
 from pcp_passes.frontends.vllm import cpu_runner
 from tests.models import build
+from tests.vllm.configurations import CASES, ELSEWHERE, FOREIGN, MODEL, OURS, Case, compilation
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = "pcp_passes.frontends.vllm.backend."
-MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla"}
-#: Configurations without weights: vLLM's class for the first has no import that the text-only environment lacks.
-FOREIGN = {
-    "audio": ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
-    "encoder-decoder": ("t5", "T5ForConditionalGeneration"),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Engine arguments on top of a plain PCP=2 engine, and fragments of the message that refuses them: what was
-    found, what is required or what to do. No fragment: the arguments are accepted."""
-
-    message: tuple[str, ...] = ()
-    arguments: dict[str, Any] = field(default_factory=dict)
-    options: Any = field(default_factory=dict)
-    key: str = "pcp_passes"
-    env: dict[str, str | None] = field(default_factory=dict)
-    model: str = "gqa"
-
-
-def compilation(**values: Any) -> dict[str, Any]:
-    return {"compilation_config": {"mode": 2, **values}}
-
-
-_MODE_3 = {"PCP_PASSES_CPU_MODE_3": "1"}
-_NO_PASS = 'set compilation_config to {"mode": 2}; mode 3 needs CUDA'
-
-CASES: dict[str, Case] = {
-    # Options.
-    "unknown option": Case(("'layuot'", "accepted: ", "Did you mean 'layout'?"), options={"layuot": "zigzag"}),
-    "unknown value": Case(("pcp_passes.decode 'onwer'", "'replicate'", "mean 'owner'?"), options={"decode": "onwer"}),
-    "wrong type": Case(("pcp_passes.poison", "true or false", "'yes'"), options={"poison": "yes"}),
-    "not a mapping": Case(("must be a mapping", "'rewrite'", 'write {"mode": "rewrite"}'), options="rewrite"),
-    "interleave": Case(("'interleave'", "'zigzag'", "paged back end cannot batch"), options={"layout": "interleave"}),
-    "misspelt key": Case(("'pcp-passes'", "additional_config", "Did you mean 'pcp_passes'?"), key="pcp-passes"),
-    "ranks without check": Case(("ranks=4", "mode='check'", "Drop pcp_passes.ranks"), options={"ranks": 4}),
-    # Parallelism.
-    "dcp": Case(("decode_context_parallel_size=2", "replicated", "to 1"), {"decode_context_parallel_size": 2}),
-    "dcp with mla": Case(("decode_context_parallel_size=2",), {"decode_context_parallel_size": 2}, model="mla"),
-    "pipeline": Case(("pipeline_parallel_size=2", "set it to 1"), {"pipeline_parallel_size": 2}),
-    "data": Case(("data_parallel_size=2", "set it to 1"), {"data_parallel_size": 2}),
-    "one worker": Case(("='uni'", "size=2 needs", "set it to 'mp'"), {"distributed_executor_backend": "uni"}),
-    "overlap": Case(("enable_dbo=True", "drop both"), {"enable_dbo": True}),
-    # Models.
-    "multimodal": Case(("Qwen2Audio", "is multimodal", "text-only"), model="audio"),
-    "encoder-decoder": Case(("T5", "is an encoder-decoder", "decoder-only"), model="encoder-decoder"),
-    "sparse mla": Case(("index_topk=64", "dense-attention"), {"hf_overrides": {"index_topk": 64}}, model="mla"),
-    # Features.
-    "lora": Case(("LoRA", "drop enable_lora"), {"enable_lora": True}),
-    "pooling": Case(("'pooling' runner", "runner='generate'"), {"runner": "pooling"}),
-    "speculation": Case(
-        ("(ngram)", "drop speculative_config"),
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-    ),
-    "kv transfer": Case(
-        ("(ExampleConnector)", "drop kv_transfer_config"),
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-    ),
-    "prompt embeddings": Case(("drop enable_prompt_embeds",), {"enable_prompt_embeds": True}),
-    "routed experts": Case(("drop enable_return_routed_experts",), {"enable_return_routed_experts": True}),
-    "several positions": Case(
-        ("M-RoPE", "use another model"),
-        {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}},
-    ),
-    # Compilation: whatever would run the model without the passes.
-    "eager": Case(("enforce_eager", "drop it", "mode to off"), {"enforce_eager": True}),
-    "mode 0": Case(("compilation mode 0", _NO_PASS), compilation(mode=0)),
-    "mode 1": Case(("compilation mode 1", _NO_PASS), compilation(mode=1)),
-    "mode 3 on cpu": Case(("compilation mode 2", "'inductor'", _NO_PASS), compilation(mode=3)),
-    "-O0": Case(("compilation mode 0", _NO_PASS), {"compilation_config": {}, "optimization_level": 0}),
-    "mode 0 under check": Case(("compilation mode 0", _NO_PASS), compilation(mode=0), options={"mode": "check"}),
-    "foreign back end": Case(("'aot_eager'", "['inductor', 'eager']"), compilation(backend="aot_eager")),
-    "graph partition, mode 2": Case(
-        ("use_inductor_graph_partition=true", "set it to false"), compilation(use_inductor_graph_partition=True)
-    ),
-    "graph partition, mode 3": Case(
-        ("use_inductor_graph_partition=true", "set it to false"),
-        compilation(mode=3, use_inductor_graph_partition=True),
-        env=_MODE_3,
-    ),
-    "aot": Case(("VLLM_USE_AOT_COMPILE=1", "unset it"), env={"VLLM_USE_AOT_COMPILE": "1"}),
-    "graphs on cpu": Case(("=PIECEWISE", "needs a CUDA device", "to NONE"), compilation(cudagraph_mode="PIECEWISE")),
-    # The runner.
-    "v1 runner": Case(("VLLM_USE_V2_MODEL_RUNNER=0", "unset"), env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
-    "no triton": Case(("Triton found no device", "cpu_runner.enable()"), env={"VLLM_USE_V2_MODEL_RUNNER": None}),
-    # Accepted.
-    "plain": Case(),
-    "mla": Case(model="mla"),
-    "no mode asked for": Case((), {"compilation_config": {}}),
-    "back end by name": Case((), compilation(backend="eager")),
-    "mode 3": Case((), compilation(mode=3), env=_MODE_3),
-    "check on one rank": Case((), {"prefill_context_parallel_size": 1}, options={"mode": "check", "ranks": 4}),
-    "one rank, eager": Case((), {"prefill_context_parallel_size": 1, "enforce_eager": True}),
-    "another plugin's key": Case((), key="someone_else"),
-}
 REFUSED = [name for name, case in CASES.items() if case.message]
 WITHOUT_STAND_INS = ("no triton", "one rank, eager")
 
@@ -217,26 +120,6 @@ def test_recurrent_state_is_refused_naming_every_layer(happened: Callable[[str],
 
 def test_attention_layers_are_accepted_and_lose_the_native_gather(happened: Callable[[str], dict[str, Any]]) -> None:
     assert happened("worker")["attention layers"] == {"layers.0": False, "layers.1": False}
-
-
-#: What no configuration on CPU reaches: vLLM settles these otherwise there.
-ELSEWHERE = {
-    "_cuda_graphs": (
-        {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="PIECEWISE"))},
-        {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"))},
-        ("cudagraph_mode=PIECEWISE", "set it to NONE"),
-    ),
-    "_prompt_window": (
-        {"model_config": SimpleNamespace(rswa_window=128)},
-        {"model_config": SimpleNamespace(rswa_window=None)},
-        ("(128)", "not supported"),
-    ),
-    "_experts_off_cpu": (
-        {"model_config": SimpleNamespace(is_moe=True, architectures=["MixtralForCausalLM"])},
-        {"model_config": SimpleNamespace(is_moe=False, architectures=["LlamaForCausalLM"])},
-        ("Mixtral", "on CPU only", "use a dense model"),
-    ),
-}
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
