@@ -62,7 +62,8 @@ class PcpOptions:
         poison: fill the rows of restored states that are not sampled with NaN, so that a stray read shows.
         dump: folder for numbered graph dumps; ``None`` writes nothing.
         ranks: with ``mode="check"``, the group size to check for; by default that of the running group, at least 2.
-        silence_s: seconds without a heartbeat after which a rank counts as lost, 4 to 60.
+        silence_s: seconds without a heartbeat after which a rank counts as lost, 4 to 60. vLLM then needs up to 10 s
+            to end its processes.
         agreement_s: seconds to wait for the other ranks' options and graphs.
     """
 
@@ -74,7 +75,7 @@ class PcpOptions:
     poison: bool = False
     dump: str | None = None
     ranks: int | None = None
-    silence_s: float = 20.0
+    silence_s: float = 12.0
     agreement_s: float = 60.0
 
     @classmethod

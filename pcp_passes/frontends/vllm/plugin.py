@@ -17,6 +17,7 @@ from typing import Any
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.vllm import config as vllm_options
+from pcp_passes.frontends.vllm.executor import around_init_executor
 from pcp_passes.frontends.vllm.imports import after_import
 from pcp_passes.options import PcpOptions
 
@@ -34,14 +35,19 @@ _PAGED_IMPLS: dict[str, str] = {
 def register() -> None:
     """Install the hooks (idempotent: vLLM may load plugins several times in one process).
 
-    It imports nothing of vLLM: some processes that load plugins need neither module.
+    It imports nothing of vLLM: some processes that load plugins need none of these modules.
     """
     after_import("vllm.engine.arg_utils", _hook_engine_arguments)
     after_import("vllm.v1.worker.worker_base", _hook_workers)
+    after_import("vllm.v1.executor.multiproc_executor", _hook_executor)
 
 
 def _hook_engine_arguments(module: ModuleType) -> None:
     _wrap(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+
+
+def _hook_executor(module: ModuleType) -> None:
+    _wrap(module.MultiprocExecutor, "_init_executor", around_init_executor)
 
 
 def _hook_workers(module: ModuleType) -> None:

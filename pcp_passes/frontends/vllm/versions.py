@@ -46,6 +46,12 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", {"": ("self", "usage_context", "headless")}),
     Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", {"": ("self",)}),
     Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.shutdown", {"": ("self",)}),
+    Symbol("vllm.v1.executor.multiproc_executor", "MultiprocExecutor._init_executor", {"": ("self",)}),
+    Symbol(
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "MessageQueue.enqueue",
+        {"": ("self", "obj", "timeout")},
+    ),
     Symbol(
         "vllm.compilation.backends",
         "VllmBackend.__init__",
