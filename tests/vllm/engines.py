@@ -37,8 +37,9 @@ class Engine:
     cache_root: str = ""
 
     def __str__(self) -> str:
-        options = ",".join(f"{k}={v}" for k, v in (self.options or {"stock": "vllm"}).items())
-        return f"{self.model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}-{options}"
+        options = "stock" if self.options is None else ",".join(f"{k}={v}" for k, v in self.options.items())
+        model = os.path.basename(self.model)
+        return f"{model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}-{options}"
 
     def session(self) -> Session:
         """The session that starts this engine and runs its cases."""
