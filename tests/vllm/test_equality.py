@@ -71,7 +71,10 @@ def full_matrix() -> tuple[Engine, ...]:
     engines += [Engine("tiny_sinks", backend=backend, options={}, budget=64) for backend in ("inductor", "eager")]
     engines += [Engine("tiny_gqa", mode=mode, options={"gather": {"pack": False}}) for mode in (2, 3)]
     smollm2 = str(fetch_smollm2(Path("build/models")))
-    engines += [Engine(smollm2, options={}, budget=64), Engine(smollm2, pcp=4, options={"decode": "owner"})]
+    engines += [
+        Engine(smollm2, options={}, budget=64),
+        Engine(smollm2, pcp=4, backend="eager", options={"decode": "owner"}),
+    ]
     return tuple(engines)
 
 

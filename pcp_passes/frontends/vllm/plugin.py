@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``vllm.general_plugins`` entry point.
 
-vLLM calls :func:`register` in every process. It installs two hooks that do nothing unless
-``additional_config["pcp_passes"]`` asks for us: one where the configuration is made, one where a worker starts.
-Everything else (:func:`activate`) is installed by the second, in workers that need it.
+vLLM calls :func:`register` in every process. It installs hooks that do nothing unless
+``additional_config["pcp_passes"]`` asks for us: where the configuration is made, where the engine starts its workers,
+and where a worker starts. Everything else (:func:`activate`) is installed by the last, in workers that need it.
 """
 
 from __future__ import annotations
