@@ -242,8 +242,7 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         """All rows in global order, ``[T, H]`` from ``[M, H]``; the input itself after a replicated step."""
         if self._layout is None or self._layout.is_replicated:
             return hidden_states
-        restore = self._plan.restore_index[: self._layout.num_tokens]
-        return all_gather_rows(hidden_states, self.pcp_world_size, AXIS).index_select(0, restore)
+        return self._plan.restore_rows(all_gather_rows(hidden_states, self.pcp_world_size, AXIS))
 
     def restore_for_sampling(
         self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
