@@ -41,6 +41,10 @@ class InvariantError(PcpError):
     """A graph broke one of the named invariants of ``pcp_passes.ir.invariants``."""
 
 
+class DumpError(PcpError, ValueError):
+    """A dump, or a line of one, that cannot be read back."""
+
+
 class RankMismatch(PcpError):
     """Ranks of one group started with different options or different graphs."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -41,6 +42,14 @@ def _lengths(text: str) -> list[int]:
 
 def _emit(data: Any) -> None:
     console.out(json.dumps(data, indent=2), highlight=False)
+
+
+def _import(modules: list[str] | None) -> None:
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise typer.BadParameter(f"cannot import {module}: {error}") from error
 
 
 @app.command()
@@ -130,3 +139,93 @@ def doctor(
     else:
         console.print(render_findings(findings))
     raise typer.Exit(0 if findings["healthy"] else 1)
+
+
+Imports = Annotated[
+    list[str] | None, typer.Option("--import", help="Import this module first: it registers ops that the dump names.")
+]
+DumpPath = Annotated[Path, typer.Argument(help="A dump folder (it holds manifest.json), or a folder above one.")]
+
+
+@app.command()
+def run(
+    passes: Annotated[str, typer.Argument(help="Passes in order, such as place-rows,mask-padding; or a pipeline.")],
+    dump: Annotated[Path, typer.Argument(help="A dump folder, or one .txt file of a dump.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the new dump.")] = None,
+    pcp: Annotated[int | None, typer.Option("--pcp", min=1, help="Ranks, instead of the dump's.")] = None,
+    graph: Annotated[bool, typer.Option(help="Print the rewritten graph too.")] = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Run PASSES on the graph of a dump; show what each did, and write a new dump."""
+    from pcp_passes.cli.run import render_run, run_passes
+
+    _import(imports)
+    result = run_passes(passes, dump, out, pcp)
+    if as_json:
+        _emit(result)
+        return
+    console.print(render_run(result))
+    if graph:
+        console.out(result["graph"], highlight=False)
+
+
+@app.command(name="passes")
+def list_passes(as_json: Json = False) -> None:
+    """List every pass: what it does, requires, establishes and breaks."""
+    from pcp_passes.cli.passes import passes_json, render_passes
+
+    if as_json:
+        _emit(passes_json())
+    else:
+        console.print(render_passes(passes_json()))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A dump folder or a .txt file.")],
+    b: Annotated[Path | None, typer.Argument(help="Another; without it, the stages of A are compared.")] = None,
+    comments: Annotated[bool, typer.Option(help="Compare modules, source lines and passes too.")] = False,
+    placements: Annotated[bool, typer.Option(help="Compare placements too.")] = True,
+    context: Annotated[int, typer.Option(min=0, help="Lines around each change.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Show how two graphs, two dumps or the stages of one differ. Exits with 1 when they do."""
+    from pcp_passes.cli.diff import Show, diff_graphs, render_diff
+
+    result = diff_graphs(a, b, Show(comments, placements, context))
+    if as_json:
+        _emit(result)
+    else:
+        console.print(render_diff(result))
+    raise typer.Exit(0 if result["equal"] else 1)
+
+
+@app.command()
+def why(
+    dump: DumpPath,
+    node: Annotated[str, typer.Argument(help="A node's name, such as %cat_3.")],
+    as_json: Json = False,
+) -> None:
+    """Explain one node of a dump: who made it, where its rows live and why, operands, users, stages."""
+    from pcp_passes.cli.why import explain, render_why
+
+    result = explain(dump, node)
+    if as_json:
+        _emit(result)
+    else:
+        console.print(render_why(result), soft_wrap=True)
+
+
+@app.command()
+def check(dump: DumpPath, imports: Imports = None, as_json: Json = False) -> None:
+    """Check a dump: whole, unchanged, and every invariant that stands holds. Exits with 1 on a problem."""
+    from pcp_passes.cli.check import check_dumps, render_check
+
+    _import(imports)
+    result = check_dumps(dump)
+    if as_json:
+        _emit(result)
+    else:
+        console.print(render_check(result), soft_wrap=True)
+    raise typer.Exit(0 if result["healthy"] else 1)

@@ -15,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.functions import Max
 
 OpaqueObject = FakeScriptObject
 
@@ -72,6 +73,20 @@ def same_size(left: object, right: object) -> bool:
 def is_multiple(size: object, factor: int, of: object) -> bool:
     """Whether ``size == factor * of`` as expressions."""
     return bool(_expression(size) == factor * _expression(of))
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Whether strides are those of a contiguous tensor, as expressions (never adds a guard); size-1 dims may differ."""
+    wanted: Any = 1
+    padded: Any = 1  # PyTorch's own strides count an empty dimension as one element
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        count = _expression(size)
+        if count == 1:
+            continue
+        if _expression(stride) not in (wanted, padded):
+            return False
+        wanted, padded = wanted * count, padded * Max(1, count)
+    return True
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

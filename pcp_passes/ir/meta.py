@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,12 @@ class NodeInfo:
     """Name of the pass that inserted the node; ``None`` for a captured node."""
     changed_by: str | None = None
     """Name of the pass that gave a captured node another target."""
+    results: tuple[Placement, ...] = ()
+    """Placement of each result, for an op with several."""
+    rows: Placement | None = None
+    """Of a replicated value of token rows: how its consumers take them."""
+    reason: str | None = None
+    """Why the node runs replicated although an operand is sharded."""
 
 
 def info(node: fx.Node) -> NodeInfo:
@@ -57,6 +63,22 @@ def set_placement(node: fx.Node, where: Placement) -> None:
     node.meta[_INFO_KEY] = replace(info(node), placement=where)
 
 
+def placements(node: fx.Node) -> tuple[Placement, ...]:
+    """Placement of each result of an op with several; one entry for an op with one; empty where none is stated."""
+    found = info(node).placement
+    return () if found is None else (info(node).results or (found,))
+
+
+def set_placements(node: fx.Node, where: Sequence[Placement]) -> None:
+    """Record where the rows of each result live."""
+    node.meta[_INFO_KEY] = replace(info(node), placement=where[0], results=tuple(where))
+
+
+def set_rows(node: fx.Node, rows: Placement | None, reason: str | None = None) -> None:
+    """Record how consumers take the rows of a replicated value, and why it is replicated."""
+    node.meta[_INFO_KEY] = replace(info(node), rows=rows, reason=reason)
+
+
 def set_layer(node: fx.Node, layer: str) -> None:
     """Record the attention layer the node serves."""
     node.meta[_INFO_KEY] = replace(info(node), layer=layer)
@@ -65,6 +87,17 @@ def set_layer(node: fx.Node, layer: str) -> None:
 def set_changed_by(node: fx.Node, pass_name: str) -> None:
     """Record the pass that gave a captured node another target."""
     node.meta[_INFO_KEY] = replace(info(node), changed_by=pass_name)
+
+
+def restore(node: fx.Node, new: object, known: NodeInfo, module: str = "", source: str = "") -> None:
+    """Give a node read back from text what the text says: value, record, module path, and ``file.py:214``."""
+    node.meta["val"] = new
+    node.meta[_INFO_KEY] = known
+    if module:
+        node.meta["nn_module_stack"] = {module: (module, torch.nn.Module)}
+    if source:
+        file, _, line = source.rpartition(":")
+        node.meta["stack_trace"] = f'  File "{file}", line {line}, in captured\n'
 
 
 def carry_over(captured: fx.Node, copy: fx.Node) -> None:
@@ -140,6 +173,19 @@ def adopt(
     node.meta[_INFO_KEY] = NodeInfo(where, layer, pass_name)
     set_value(node, compute_value(node))
     return node
+
+
+def adopt_lazily(node: fx.Node, serves: fx.Node | None, pass_name: str, where: Placement) -> None:
+    """:func:`adopt` without a value: for a caller that states it otherwise."""
+    for key in _INHERITED:
+        if serves is not None and key in serves.meta:
+            node.meta[key] = serves.meta[key]
+    node.meta[_INFO_KEY] = NodeInfo(where, info(serves).layer if serves is not None else None, pass_name)
+
+
+def set_created_by(node: fx.Node, pass_name: str) -> None:
+    """Record the pass that inserted a copy of a captured node."""
+    node.meta[_INFO_KEY] = replace(info(node), created_by=pass_name)
 
 
 def module_path(node: fx.Node) -> str:

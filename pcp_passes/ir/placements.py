@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placements: where the token rows of a value live, and in which order.
 
-Three are enough for the body of a decoder (``P`` ranks, ``M`` rank-local rows, padded to the same count on all ranks):
+``P`` ranks, ``M`` rank-local rows, padded to the same count on all ranks:
 
 ======================  ============  ======================================================================
 placement               rows          meaning
 ======================  ============  ======================================================================
 ``Shard(dim)``          ``M``         this rank's rows, in the order the step plan gave them ("local")
 ``RankMajor()``         ``P * M``     rows of rank 0, then rank 1, ...: what an all-gather of ``Shard(0)`` gives
-``Replicate()``         no token dim  the same value on every rank: weights, tables, scalars
+``Replicate()``         all of them   the same value on every rank: weights, scalars, and rows restored to global order
 ======================  ============  ======================================================================
+
+A dimension that merges tokens with others is ``Shard(dim, outer, inner)``: its size is ``outer * M * inner``, and token
+``t`` of the local rows is at ``(o, t, i)`` of that product. ``view(T, k) -> view(T * k)`` gives ``inner = k``.
 
 Which tokens the rows are (zigzag, interleave, ...) is the layout's business; a graph never says it.
 """
@@ -27,12 +30,15 @@ RANK_MAJOR = "rank_major"
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank-local token rows along ``dim``."""
+    """Rank-local token rows along ``dim``, which merges ``outer`` blocks of tokens with ``inner`` values per token."""
 
     dim: int = 0
+    outer: int = 1
+    inner: int = 1
 
     def __str__(self) -> str:
-        return f"shard({self.dim})"
+        merged = "" if self.outer == self.inner == 1 else f", {self.outer}, {self.inner}"
+        return f"shard({self.dim}{merged})"
 
 
 @dataclass(frozen=True)
@@ -51,4 +57,18 @@ class Replicate:
         return "replicate"
 
 
-Placement = Shard | RankMajor | Replicate
+@dataclass(frozen=True)
+class Tied:
+    """Local rows in an order, or numbers of local rows, that mean something only with the sort ``by`` (a node's name).
+
+    No such value is a selection of its global one, so none can be restored (see :mod:`pcp_passes.aten.experts`).
+    """
+
+    by: str
+    inner: int
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()}({self.by}, {self.inner})"
+
+
+Placement = Shard | RankMajor | Replicate | Tied

@@ -3,10 +3,15 @@
 
 One node a line, in graph order::
 
-    %all_gather_rows : f32[4*s72, 128] rank_major = pcp.all_gather_rows(%cat, 4, 'pcp')   # model.layers.0.self_attn
+    %all_gather_rows : f32[4*s72, 128] rank_major = pcp.all_gather_rows(%cat, 4, 'pcp')   # layers.0  by lower-reshards
+
+What is called is written as in :mod:`pcp_passes.ir.targets`. A comment holds what does not change what runs: the module
+that made the node, ``file.py:214``, the attention ``layer`` it serves, the pass it was made ``by`` or ``changed by``,
+and ``because`` of what it runs replicated. Values are contiguous and on the CPU where an input does not say
+``strides(1, 64)`` or ``on cuda``.
 
 The text is deterministic and holds no address, path, device index or process-group object, so it is the same on every
-rank of a group that runs the same model.
+rank of a group that runs the same model. :mod:`pcp_passes.ir.parser` reads it back.
 """
 
 from __future__ import annotations
@@ -20,15 +25,17 @@ import torch
 from torch import fx
 
 from pcp_passes.ir import fakes, meta
-from pcp_passes.ir.rules import op_name
+from pcp_passes.ir.opaque import UnknownValue, UnreadConstant
+from pcp_passes.ir.targets import target_text
 
-_DTYPES = {
+DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "b8",
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 _SYMBOL = re.compile(r"\b[su]\d+\b")
-_CONSTANT_BYTES = 1 << 16
+CONSTANT_BYTES = 1 << 16
+"""Constants up to this size are part of the text, by their digest."""
 
 NodeName = Callable[[fx.Node], str]
 
@@ -42,7 +49,7 @@ def print_graph(
         graph: a graph or the module that holds it (needed to print constants held as attributes).
         numbered: name nodes ``%0, %1, ...`` instead of by their FX names: for comparing structure.
         placements: print where the rows of a value live.
-        comments: end a line with the dotted path of the module that made the node, where known.
+        comments: end a line with where the node comes from: module, source line, layer and pass, where known.
     """
     nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
     order = {node: index for index, node in enumerate(nodes)} if numbered else {}
@@ -54,7 +61,7 @@ def print_graph(
 
 
 def print_node(node: fx.Node) -> str:
-    """One node as :func:`print_graph` prints it, without the module comment."""
+    """One node as :func:`print_graph` prints it, without the comment."""
     return _line(node, lambda n: f"%{n.name}", placements=True, comments=False)
 
 
@@ -69,6 +76,8 @@ def type_text(value: object) -> str:
         return f"({', '.join(type_text(member) for member in value)})"
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
+    if isinstance(value, UnknownValue):
+        return value.text
     layer = fakes.opaque_text(value)
     if layer is not None:
         return f"layer {layer!r}"
@@ -77,7 +86,7 @@ def type_text(value: object) -> str:
 
 def dtype_text(dtype: torch.dtype) -> str:
     """Short name of a dtype: ``f32``, ``bf16``, ``float8_e4m3fn``."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def graph_fingerprint(graph: fx.GraphModule | fx.Graph) -> str:
@@ -101,44 +110,89 @@ def rank_free_text(graph: fx.GraphModule | fx.Graph) -> str:
 def _line(node: fx.Node, name: NodeName, placements: bool, comments: bool) -> str:
     if node.op == "output":
         return f"return {_argument(node.args[0], name)}"
-    where = str(meta.placement(node) or "") if placements else ""
-    kind = " ".join(filter(None, (type_text(meta.value(node)), where)))
+    where = placement_text(node) if placements else ""
+    kind = " ".join(filter(None, (type_text(meta.value(node)), _storage_text(node), where)))
     head = f"{name(node)} : {kind}" if kind else name(node)
     line = f"{head} = {_call(node, name)}"
-    path = meta.module_path(node) if comments and node.op != "placeholder" else ""
-    return f"{line}   # {path}" if path else line
+    comment = comment_text(node) if comments else ""
+    return f"{line}   # {comment}" if comment else line
+
+
+def placement_text(node: fx.Node) -> str:
+    """``shard(0)``; ``(shard(1), replicate)`` for an op with several results; ``replicate rows shard(1)`` for a
+    replicated value whose consumers take its rows; ``""`` before placements are recorded."""
+    known = meta.info(node)
+    if known.placement is None:
+        return ""
+    where = f"({', '.join(map(str, known.results))})" if len(known.results) > 1 else str(known.placement)
+    return f"{where} rows {known.rows}" if known.rows is not None else where
+
+
+def comment_text(node: fx.Node) -> str:
+    """Where a node comes from, in parts with two spaces between: module, ``file.py:214``, layer, pass, reason."""
+    known = meta.info(node)
+    module = meta.module_path(node)
+    parts = [] if node.op == "placeholder" else [module, meta.source_line(node)]
+    parts.append(f"layer {known.layer}" if known.layer and known.layer != module else "")
+    parts.append(f"by {known.created_by}" if known.created_by else "")
+    parts.append(f"changed by {known.changed_by}" if known.changed_by else "")
+    parts.append(f"because {known.reason}" if known.reason else "")
+    return "  ".join(filter(None, (" ".join(part.split()) for part in parts)))
+
+
+def _storage_text(node: fx.Node) -> str:
+    """Strides and device of what comes from outside, where they are unusual; those of other nodes follow from it."""
+    held = meta.tensor(node)
+    if held is None or node.op not in ("placeholder", "get_attr") or held.layout is not torch.strided:
+        return ""
+    strides = ", ".join(map(str, held.stride()))
+    return " ".join(filter(None, (
+        "" if fakes.is_row_major(held) else f"strides({strides})",
+        "" if held.device.type == "cpu" else f"on {held.device.type}",
+    )))  # fmt: skip
 
 
 def _call(node: fx.Node, name: NodeName) -> str:
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
-        return f"attribute {node.target}{_constant_digest(node)}"
+        return f"attribute {node.target}{_digest_text(node)}"
     arguments = [_argument(argument, name) for argument in node.args]
     arguments += [f"{key}={_argument(argument, name)}" for key, argument in node.kwargs.items()]
     if node.op == "call_method":
         return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-    callee = f"module {node.target}" if node.op == "call_module" else op_name(node).replace("::", ".")
+    callee = f"module {node.target}" if node.op == "call_module" else target_text(node)
     return f"{callee}({', '.join(arguments)})"
 
 
-def _constant_digest(node: fx.Node) -> str:
+def _digest_text(node: fx.Node) -> str:
     """Small constants are part of the text: a rank baked into one must show."""
-    owner: Any = node.graph.owning_module
-    try:
-        held = owner.get_parameter(str(node.target)) if owner is not None else None
-    except AttributeError:
-        held = None
-    if owner is None or held is not None:
+    held = small_constant(node)
+    if held is None:
         return ""
+    return f" #{held.digest if isinstance(held, UnreadConstant) else constant_digest(held)}"
+
+
+def small_constant(node: fx.Node) -> torch.Tensor | UnreadConstant | None:
+    """What a ``get_attr`` node reads, when its contents are part of the text: no parameter, and small."""
+    owner: Any = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return None
     for part in str(node.target).split("."):
         owner = getattr(owner, part, None)
+    if isinstance(owner, UnreadConstant):
+        return owner
     if not isinstance(owner, torch.Tensor) or isinstance(owner, torch.nn.Parameter) or owner.is_meta:
-        return ""
-    if fakes.fake_mode_of(owner) is not None or owner.numel() * owner.element_size() > _CONSTANT_BYTES:
-        return ""
-    raw = owner.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return f" #{hashlib.sha256(raw).hexdigest()[:12]}"
+        return None
+    if fakes.fake_mode_of(owner) is not None or owner.numel() * owner.element_size() > CONSTANT_BYTES:
+        return None
+    return owner
+
+
+def constant_digest(constant: torch.Tensor) -> str:
+    """Twelve hex digits of the SHA-256 of a tensor's bytes in row-major order."""
+    raw = constant.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:12]
 
 
 def _argument(argument: Any, name: NodeName) -> str:
@@ -164,5 +218,9 @@ def _argument(argument: Any, name: NodeName) -> str:
         return repr(argument) if isinstance(argument, str) else str(argument)
     if argument is Ellipsis:
         return "..."
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"sym {argument}"
+    if isinstance(argument, UnknownValue):
+        return argument.text
     layer = fakes.opaque_text(argument)
     return f"layer {layer!r}" if layer is not None else f"<{type(argument).__name__}>"

@@ -64,6 +64,8 @@ RULES: dict[str, Rule] = {
     "vllm::unified_attention_with_output": _ATTENTION,
     "vllm::unified_mla_kv_cache_update": CacheWrite(rows=(0, 1)),
     "vllm::unified_mla_attention_with_output": _ATTENTION,
+    "pcp::write_cache": CacheWrite(rows=(0, 1)),
+    "pcp::paged_attend": LocalQuery(query=0, output=None),
     "vllm::moe_forward": _EXPERTS,
     "vllm::moe_forward_shared": _EXPERTS,
     "vllm::transformers_moe_forward": _EXPERTS,

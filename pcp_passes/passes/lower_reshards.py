@@ -50,8 +50,8 @@ class LowerReshards:
         %split_with_sizes = aten.split_with_sizes(%all_gather_rows, [64, 64], 1)
         %getitem_2 = operator.getitem(%split_with_sizes, 0)
         %getitem_3 = operator.getitem(%split_with_sizes, 1)
-        %unflatten = aten.unflatten(%getitem_2, 1, [2, 32])
-        %unflatten_1 = aten.unflatten(%getitem_3, 1, [2, 32])
+        %unflatten = aten.unflatten.int(%getitem_2, 1, [2, 32])
+        %unflatten_1 = aten.unflatten.int(%getitem_3, 1, [2, 32])
     """
 
     name: ClassVar[str] = "lower-reshards"

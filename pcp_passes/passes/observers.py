@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from pcp_passes import dumps
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import invariants
-from pcp_passes.ir.printer import graph_fingerprint, print_graph
+from pcp_passes.ir.printer import print_graph
 from pcp_passes.passes.pipeline import Event
 
 logger = logging.getLogger(__name__)
@@ -25,34 +27,39 @@ LEVELS: tuple[Level, ...] = ("final", "every", "full")
 class DumpObserver:
     """Write the graph after each pass: ``<folder>/<variant>/00-captured.txt``, ``01-place-rows.txt``, and a manifest.
 
-    The manifest lists, per file, the pass, its rewrites, its notes and the graph's fingerprint; it is rewritten after
-    each pass, so a pipeline that fails leaves what it had. Give ranks folders of their own, or let one rank dump.
+    The manifest lists, per file, the pass, its rewrites, its notes and digests of the graph; it is rewritten after each
+    pass, so a pipeline that fails leaves what it had. Small constants are in ``constants.safetensors``. Give ranks
+    folders of their own, or let one rank dump. ``pcp_passes.dumps`` reads it all back.
+
+    Raises:
+        ConfigError: the graph holds small constants, and safetensors is not installed.
     """
 
     folder: Path
     _entries: list[dict[str, Any]] = field(default_factory=list)
+    _constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def observe(self, event: Event) -> None:
         folder = Path(self.folder) / event.ctx.variant
         folder.mkdir(parents=True, exist_ok=True)
         if event.index == 0:
             self._entries.clear()
-            for stale in folder.glob("[0-9][0-9]-*.txt"):
-                stale.unlink()
-        file = f"{event.index:02d}-{event.name}.txt"
-        (folder / file).write_text(print_graph(event.graph), encoding="utf-8")
+            self._constants.clear()
+            for stale in (*folder.glob("[0-9][0-9]*-*.txt"), folder / dumps.CONSTANTS):
+                stale.unlink(missing_ok=True)
         result = event.result
         self._entries.append({
-            "file": file,
+            **dumps.write_graph(folder, f"{event.index:02d}-{event.name}.txt", event.graph),
             "pass": event.name,
             "rewrites": result.rewrites if result else 0,
             "notes": [str(note) for note in result.notes] if result else [],
-            "standing": sorted(event.standing),
-            "fingerprint": graph_fingerprint(event.graph),
+            "standing": sorted(event.standing | invariants.ALWAYS),
         })  # fmt: skip
-        ctx = {"pcp": event.ctx.pcp, "axis": event.ctx.axis, "variant": event.ctx.variant}
-        text = json.dumps({"ctx": ctx, "graphs": self._entries}, indent=2)
-        (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+        constants = dumps.small_constants(event.graph)
+        if not constants.keys() <= self._constants.keys():
+            self._constants |= constants
+            dumps.write_constants(folder, self._constants)
+        dumps.write_manifest(folder, event.ctx, self._entries, list(self._constants))
 
 
 @dataclass

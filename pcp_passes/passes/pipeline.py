@@ -68,9 +68,11 @@ class Pipeline:
     observers: tuple[Observer, ...] = ()
     ensures: frozenset[str] = field(default_factory=frozenset)
     """Invariants that must hold when the last pass has run."""
+    given: frozenset[str] = invariants.OF_A_CAPTURE
+    """Invariants that hold of the graph before the first pass: more for a graph that other passes have been over."""
 
     def __post_init__(self) -> None:
-        standing = invariants.OF_A_CAPTURE
+        standing = self.given
         names: set[str] = set()
         for step in self.passes:
             if step.name in names:
@@ -101,7 +103,7 @@ class Pipeline:
 
     def run_graph(self, graph: fx.Graph, ctx: PassContext) -> PipelineReport:
         """Rewrite ``graph`` in place; a module that owns it must be recompiled."""
-        standing = invariants.OF_A_CAPTURE
+        standing = self.given
         self._tell(Event(0, "captured", graph, ctx, standing, last=not self.passes))
         results: list[tuple[str, PassResult]] = []
         for index, step in enumerate(self.passes, start=1):

@@ -27,11 +27,11 @@ class PlaceRows:
 
     Before::
 
-        %linear : f32[s72, 64] = torch.linear(%x, %w)
+        %linear : f32[s72, 64] = torch.nn.functional.linear(%x, %w)
 
     After::
 
-        %linear : f32[s72, 64] shard(0) = torch.linear(%x, %w)
+        %linear : f32[s72, 64] shard(0) = torch.nn.functional.linear(%x, %w)
     """
 
     name: ClassVar[str] = "place-rows"

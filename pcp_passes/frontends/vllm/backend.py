@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.fx as fx
 
+from pcp_passes.dumps import claim_folder, dump_folder
 from pcp_passes.frontends.vllm import runtime as runtimes
 from pcp_passes.frontends.vllm.runtime import Runtime
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
@@ -106,6 +106,7 @@ def _observers(options: PcpOptions, name: str, rank: int) -> list[Observer]:
     observers: list[Observer] = [TimeObserver()]
     if options.verify != "off":
         observers.append(VerifyObserver(options.verify))
-    if options.dump is not None and rank == 0:  # the text is the same on every rank
-        observers.append(DumpObserver(Path(options.dump) / name))
+    folder = dump_folder(options.dump)
+    if folder is not None and rank == 0:  # the text is the same on every rank
+        observers.append(DumpObserver(claim_folder(folder, name)))
     return observers

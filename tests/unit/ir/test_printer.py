@@ -21,11 +21,13 @@ def body(pcp: int = 4) -> fx.GraphModule:
 def test_one_line_per_node_with_type_placement_call_and_module() -> None:
     text = print_graph(body())
     symbol = re.search(r"^%(s\d+) : sym \1 = input$", text, re.MULTILINE).group(1)
-    assert f"%cat : f32[{symbol}, 32] shard(0) = torch.cat([%flatten, %flatten_1], 1)   # layers.0\n" in text
-    assert (
-        f"%all_gather_rows : f32[4*{symbol}, 32] rank_major = pcp.all_gather_rows(%cat, 4, 'pcp')   # layers.0\n"
-        in text
-    )
+    origin = r"   # layers\.0  toy\.py:\d+  layer model\.layers\.0\.self_attn\.attn  by lower-reshards\n"
+    cat = f"%cat : f32[{symbol}, 32] shard(0) = torch.cat([%flatten, %flatten_1], 1)"
+    gather = f"%all_gather_rows : f32[4*{symbol}, 32] rank_major = pcp.all_gather_rows(%cat, 4, 'pcp')"
+    assert re.search(re.escape(cat) + origin, text)
+    assert re.search(re.escape(gather) + origin, text)
+    assert re.search(r" = torch.zeros\(.*   # layers\.0  toy\.py:\d+  changed by mask-padding\n", text)
+    assert re.search(r"^%l_self_modules\S+ : f32\[61, 32\] replicate = input$", text, re.MULTILINE)
     assert ": layer 'model.layers.0.self_attn.attn' = input\n" in text
     assert len(text.splitlines()) == len(body().graph.nodes)
 

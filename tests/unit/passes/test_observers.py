@@ -25,7 +25,7 @@ def test_dumps_are_numbered_and_listed_in_a_manifest(tmp_path: Path) -> None:
     assert files == [f"{index:02d}-{name}.txt" for index, name in enumerate(NAMES)]
     assert (folder / files[-1]).read_text() == print_graph(bodies["sharded"])
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["ctx"] == {"pcp": 4, "axis": "pcp", "variant": "sharded"}
+    assert manifest["ctx"] == {"pcp": 4, "axis": "pcp", "variant": "sharded", "shared_cache_layers": []}
     assert [entry["file"] for entry in manifest["graphs"]] == files
     assert [entry["rewrites"] for entry in manifest["graphs"][2:]] == [4, 2, 2, 2]
     assert manifest["graphs"][-1]["fingerprint"] == graph_fingerprint(bodies["sharded"])

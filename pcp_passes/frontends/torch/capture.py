@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Dynamo graph to functional ATen (private PyTorch names, checked against torch 2.13.0).
+
+``aot_export_module(pre_dispatch=True, decompositions={})`` gives a graph without in-place ops in which attention,
+``linear`` and ``matmul`` are single nodes. It is traced in a fresh shape environment, not in Dynamo's, so all sizes
+are expressions of T and constants from the start, and all guards are ours to evaluate.
+
+Dynamo's own module is read and never changed: Dynamo reads it again when the backend has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_module
+
+from pcp_passes.errors import Refusal
+from pcp_passes.frontends.torch.fresh import FreshSpace, fake_inputs, fresh_space
+from pcp_passes.frontends.torch.inputs import Expression, GraphInput, TokenChoice, choose_tokens, read_inputs
+from pcp_passes.ir.copies import copy_graph, module_like
+
+
+@dataclass(frozen=True, eq=False)
+class DynamoGraph:
+    """A copy of what Dynamo handed over, kept for as long as it may have to be captured again."""
+
+    gm: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+
+    @classmethod
+    def read(cls, gm: fx.GraphModule) -> DynamoGraph:
+        """Copy the graph and describe its inputs while Dynamo's notes are still on the placeholders."""
+        return cls(module_like(gm, copy_graph(gm)), read_inputs(gm))
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A functional ATen graph of global tokens.
+
+    Attributes:
+        gm: placeholders one to one with Dynamo's, ``meta["val"]`` on every node, outputs flat.
+        inputs: what the placeholders are.
+        space: environment of all values.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    space: FreshSpace
+
+
+def symbol_values(inputs: Sequence[GraphInput], arguments: Sequence[Any]) -> dict[Expression, int]:
+    """What Dynamo's symbols are in one call."""
+    found: dict[Expression, int] = {}
+    for given in inputs:
+        for symbol, dim in given.places():
+            argument = arguments[given.index]
+            found[symbol] = _plain(argument if dim is None else argument.shape[dim])
+    return found
+
+
+def _plain(size: Any) -> int:
+    """Inside a backend Dynamo gives sizes as ``SymInt``; ``int()`` of one would compile it as a constant."""
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+
+
+def float_values(inputs: Sequence[GraphInput], arguments: Sequence[Any]) -> dict[int, float]:
+    """The Python floats among the arguments, by position."""
+    return {given.index: float(arguments[given.index]) for given in inputs if given.kind == "float"}
+
+
+def capture(
+    graph: DynamoGraph | fx.GraphModule,
+    arguments: Sequence[Any],
+    *,
+    rows: int,
+    tokens: Mapping[str, int] | None = None,
+    choice: TokenChoice | None = None,
+) -> Capture:
+    """Capture a Dynamo graph in a fresh environment.
+
+    Args:
+        graph: what a ``torch.compile`` backend was given. It is not changed.
+        arguments: the inputs of a call: they give the hint of T, every other size, and the value of Python floats,
+            which become constants of the graph.
+        rows: hint of M, at least 2.
+        tokens: named token dimensions, see :func:`~pcp_passes.frontends.torch.inputs.choose_tokens`.
+        choice: the token symbols, when they are known already.
+
+    Raises:
+        ConfigError: the token dimension is ambiguous.
+        Refusal: the graph writes into one of its inputs, or has an input that is neither a tensor nor a number.
+    """
+    source = graph if isinstance(graph, DynamoGraph) else DynamoGraph.read(graph)
+    _refuse_other_inputs(source.inputs)
+    found = choice or choose_tokens(source.inputs, tokens)
+    assert found.symbols, f"no token dimension: {found.why_static}"
+    sizes = symbol_values(source.inputs, arguments)
+    space = fresh_space(next(sizes[symbol] for symbol in found.symbols), rows)
+    values = {symbol: space.tokens if symbol in found.symbols else size for symbol, size in sizes.items()}
+    module = _prepared(source.gm, float_values(source.inputs, arguments))
+    fakes = fake_inputs(space, source.inputs, values)
+    with space.ambient():
+        exported, signature = aot_export_module(module, fakes, trace_joint=False, pre_dispatch=True, decompositions={})
+    assert isinstance(exported, fx.GraphModule)
+    _refuse_mutation(exported, source.inputs, signature)
+    _unlift(exported, module, signature)
+    _name_inputs(exported, source.inputs, fakes)
+    _state_constants(exported, space)
+    return Capture(exported, source.inputs, space)
+
+
+def _refuse_other_inputs(inputs: Sequence[GraphInput]) -> None:
+    others = [given for given in inputs if given.kind == "other"]
+    if others:
+        raise Refusal(
+            f"{len(others)} inputs of this graph are neither plain tensors nor numbers.",
+            [("input", given.source) for given in others]
+            + [
+                ("next", "give the model plain tensors (no DTensor), and keep other"),
+                ("", "objects out of the function that is compiled"),
+            ],
+        )
+
+
+def _prepared(gm: fx.GraphModule, floats: Mapping[int, float]) -> fx.GraphModule:
+    """A copy in which reading a Python float gives its value, and that sets no mode which is set already.
+
+    The placeholders of floats stay, unused.
+    """
+    graph = copy_graph(gm)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for index, value in floats.items():
+        for item in list(placeholders[index].users):
+            _replace_by_constant(item, value)
+    for node in reversed(graph.nodes):
+        if _changes_nothing(node):
+            graph.erase_node(node)
+    return module_like(gm, graph)
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Gradients are off throughout; a region without autocast says nothing where autocast is off."""
+    if node.target is torch._C._set_grad_enabled:
+        return True
+    if node.target is torch.amp.autocast_mode._exit_autocast:
+        entered = node.args[0]
+        return isinstance(entered, fx.Node) and _autocast_off(entered)
+    return node.target is torch.amp.autocast_mode._enter_autocast and not node.users and _autocast_off(node)
+
+
+def _autocast_off(entered: fx.Node) -> bool:
+    device, _, enabled, _ = entered.args
+    return not enabled and not torch.is_autocast_enabled(str(device))
+
+
+def _replace_by_constant(item: fx.Node, value: float) -> None:
+    for user in list(item.users):
+        user.args = fx.node.map_arg(user.args, lambda n: value if n is item else n)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda n: value if n is item else n)
+    item.graph.erase_node(item)
+
+
+def _refuse_mutation(gm: fx.GraphModule, inputs: Sequence[GraphInput], signature: Any) -> None:
+    """The functional graph returns the new value of a written input in front of its outputs; nobody would copy it."""
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"][-len(inputs) :]
+    by_name = dict(zip(names, inputs, strict=True))
+    written = [by_name[name].source for name in signature.user_inputs_to_mutate.values()]
+    written += [*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()]
+    if not written:
+        return
+    raise Refusal(
+        f"this graph writes into {len(written)} of its inputs, which no rank may do alone.",
+        [("input", name) for name in written]
+        + [("next", "return the new value instead of writing it: call the model in eval mode and without a cache"),
+           ("", "(for transformers: model.eval(), use_cache=False)")],
+    )  # fmt: skip
+
+
+def _unlift(gm: fx.GraphModule, module: fx.GraphModule, signature: Any) -> None:
+    """Turn parameters and buffers that Dynamo left on the module back from inputs into attributes."""
+    lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    for node in [node for node in gm.graph.nodes if node.op == "placeholder"]:
+        if node.name not in lifted:
+            continue
+        target = f"_captured_{lifted[node.name].replace('.', '_')}"
+        if node.name in signature.inputs_to_parameters:
+            gm.register_parameter(target, module.get_parameter(lifted[node.name]))
+        else:
+            gm.register_buffer(target, module.get_buffer(lifted[node.name]))
+        with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr"))):
+            own = gm.graph.get_attr(target)
+        own.meta = dict(node.meta)
+        node.replace_all_uses_with(own)
+        gm.graph.erase_node(node)
+
+
+def _name_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput], fakes: Sequence[Any]) -> None:
+    """Call placeholders by what they are to the user, and give constants among them their value."""
+    for node, given, fake in zip(gm.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
+        node._rename(given.source.replace(".size().", "_size_"))
+        node.target = node.name
+        node.meta.setdefault("val", fake)
+    gm.recompile()
+
+
+def _state_constants(gm: fx.GraphModule, space: FreshSpace) -> None:
+    """Tracing leaves constants that are attributes without a value of the fresh environment."""
+    for node in gm.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        held: Any = gm
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if isinstance(held, torch.Tensor):
+            with space.ambient():
+                node.meta["val"] = space.fake_mode.from_tensor(held, static_shapes=True)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to its report: build on ``meta``, capture, rewrite, count, multiply."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pcp_passes.errors import ConfigError, Refusal
+from pcp_passes.frontends.torch.plan import TokenPlan, build_plan
+from pcp_passes.inspection.layers import LayerKind, LayerStack, find_stack, keep_one_of_each
+from pcp_passes.inspection.ledger import Attend, Cost, Gather, Ledger, Place
+from pcp_passes.inspection.meta_model import build_on_meta, capture_model
+from pcp_passes.inspection.report import (
+    OUTSIDE,
+    AttentionLine,
+    ChoiceLine,
+    FallbackLine,
+    GatherLine,
+    KindLine,
+    Memory,
+    ModelReport,
+    PartLine,
+)
+from pcp_passes.passes.base import Note, PassContext
+from pcp_passes.passes.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens import Outputs, Rewritten, TokenOptions, rewrite_tokens
+
+DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32,
+}  # fmt: skip
+
+
+def inspect_config(
+    config: Mapping[str, Any],
+    *,
+    name: str = "",
+    pcp: int = 2,
+    tokens: int = 32768,
+    layout: str = "zigzag",
+    dtype: str = "bf16",
+    outputs: Outputs = "last",
+    full: bool = False,
+) -> tuple[ModelReport, fx.GraphModule]:
+    """Inspect a model of which only the configuration is known.
+
+    Args:
+        config: in the format of transformers, with ``model_type``. Nothing of it is downloaded or run.
+        name: what the report calls the model; its type by default.
+        pcp: P.
+        tokens: T, the length of the prompt that is counted, at least 2.
+        layout: zigzag, contiguous or interleave.
+        dtype: of weights and activations.
+        outputs: the logits that are returned: of the last token, of all, or each rank its own.
+        full: capture every layer instead of one of each kind.
+
+    Returns:
+        The report, and the rewritten graph (of the layers that were captured).
+
+    Raises:
+        ConfigError: an option or the configuration is wrong.
+        Refusal: the model cannot be captured or not be sharded.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; accepted: {', '.join(DTYPES)}.")
+    if tokens < 2:
+        raise ConfigError(f"tokens is the length of a prompt, at least 2; found {tokens}.")
+    plan = build_plan(tokens, pcp, layout)
+    clock = _Clock()
+    with clock("build"):
+        model, live = build_on_meta(config, DTYPES[dtype])
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        parameters = sum(p.numel() for p in model.parameters())
+        stack = find_stack(model, live)
+        sizes = _layer_sizes(model, stack)
+        if stack.path and not full:
+            keep_one_of_each(model, live, stack)
+    with clock("capture"):
+        captured = capture_model(model, tokens, plan.num_rows)
+    ledger = Ledger(stack)
+    placeholders = captured.gm.graph.find_nodes(op="placeholder")
+    ledger.name_inputs({n.name: given.source for n, given in zip(placeholders, captured.inputs, strict=True)})
+    with clock("rewrite"):
+        rewritten = rewrite_tokens(
+            captured.gm, captured.space, PassContext(pcp), options=TokenOptions(outputs=outputs), observers=(ledger,)
+        )
+    if not any("sharded" in held for held in ledger.ranks.values()):
+        raise Refusal(
+            "nothing of this model is sharded: it has no embedding, or tokens never become rows of activations.",
+            [("next", "run it replicated, or look at its graph with --graph")],
+        )
+    counted = _Counted(stack, full, plan, ledger)
+    report = ModelReport(
+        model=name or str(config["model_type"]), model_type=str(config["model_type"]), dtype=dtype, pcp=pcp,
+        layout=layout, outputs=outputs, tokens=tokens, rows=plan.num_rows, real_rows=plan.real, full=full,
+        kinds=tuple(KindLine(k.label, k.times, k.layers[0], sizes[k.layers[0]]) for k in stack.kinds),
+        parts=tuple(counted.parts()), gathers=tuple(counted.gathers()), attention=tuple(counted.attention()),
+        fallbacks=tuple(counted.fallbacks()), choices=tuple(counted.choices(rewritten)),
+        memory=counted.memory(weights, parameters), seconds=clock.spent,
+    )  # fmt: skip
+    return report, rewritten.gm
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, step: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.spent[step] = round(time.perf_counter() - began, 2)
+
+
+def _layer_sizes(model: nn.Module, stack: LayerStack) -> list[int]:
+    layers = model.get_submodule(stack.path).children() if stack.path else ()
+    return [sum(p.numel() for p in layer.parameters()) for layer in layers]
+
+
+class _Counted:
+    """Turns what was counted in captured layers into lines that say how often each occurs."""
+
+    def __init__(self, stack: LayerStack, full: bool, plan: TokenPlan, ledger: Ledger) -> None:
+        self._plan, self._ledger = plan, ledger
+        self._kinds: dict[int, LayerKind] = {}
+        for place, kind in enumerate(stack.kinds):
+            for number in kind.layers if full else (place,):
+                self._kinds[number] = kind
+        self._full = full
+        self._require_every_layer()
+
+    def _require_every_layer(self) -> None:
+        """A layer whose nodes are filed elsewhere would be left out when layers are multiplied."""
+        seen = {number for number, _ in self._ledger.whole}
+        missing = [kind.label for number, kind in self._kinds.items() if number not in seen]
+        if missing:
+            raise Refusal(
+                "the captured graph does not say which nodes belong to which layer.",
+                [("found", f"no node of the layers {', '.join(missing)}"), ("next", "capture all layers: --full")],
+            )
+
+    def _times(self, place: Place) -> tuple[str, int]:
+        """Kind of a place, and how often it occurs: with all layers captured, each stands for itself."""
+        number = place[0]
+        if number is None:
+            return OUTSIDE, 1
+        kind = self._kinds[number]
+        return kind.label, 1 if self._full else kind.times
+
+    def parts(self) -> Iterator[PartLine]:
+        """One line for each module of each captured layer; layers that are captured in full are added up by kind."""
+        ledger = self._ledger
+        whole: dict[tuple[str, int, str], Cost] = defaultdict(Cost)
+        rank: dict[tuple[str, int, str], dict[Any, Cost]] = defaultdict(dict)
+        for place in dict.fromkeys([*ledger.whole, *ledger.ranks]):
+            key = (*self._times(place), place[1])
+            whole[key] += ledger.whole.get(place, Cost())
+            for name, cost in ledger.ranks.get(place, {}).items():
+                rank[key][name] = rank[key].get(name, Cost()) + cost
+        for key, cost in whole.items():
+            yield PartLine(*key, cost, rank[key])
+
+    def gathers(self) -> Iterator[GatherLine]:
+        """Collectives of equal size in one module and kind are one line."""
+        groups: dict[tuple[Any, ...], list[Gather]] = defaultdict(list)
+        for gather in self._ledger.gathers:
+            groups[(*self._times(gather.place), gather.place[1], gather.op, gather.dtype)].append(gather)
+        for key, members in groups.items():
+            yield GatherLine(*key, count=len(members), sent=sum(member.sent for member in members))
+
+    def attention(self) -> Iterator[AttentionLine]:
+        """One line for each attention; equal ones of one kind, when all layers are captured, are one line."""
+        lines: dict[tuple[Any, ...], AttentionLine] = {}
+        for attend in self._ledger.attends:
+            kind, times = self._times(attend.place)
+            line = self._attention_line(attend, kind, times)
+            key = (kind, line.module, line.sees, line.cached, line.work)
+            before = lines.get(key)
+            merged = times + (before.times if before is not None and self._full else 0)
+            lines[key if self._full else (*key, len(lines))] = AttentionLine(**{**vars(line), "times": merged})
+        yield from lines.values()
+
+    def _attention_line(self, attend: Attend, kind: str, times: int) -> AttentionLine:
+        plan, sight = self._plan, attend.sight
+        tokens, ranks = plan.num_tokens, plan.rows.shape[0]
+        queries = tokens if attend.local else attend.rows
+        # Which tokens the queries of an attention that runs whole are is known only when they are all.
+        whole = sight.pairs(torch.arange(tokens)[None], tokens)[0] if queries == tokens else queries * tokens
+        pairs = sight.pairs(plan.rows, tokens) if attend.local else [whole] * ranks
+        return AttentionLine(
+            kind, times, attend.place[1], str(sight), self._cached(attend), min(tokens, sight.reach or tokens),
+            tuple(count * attend.pair for count in pairs), whole * attend.pair,
+            attend.rows * tokens * attend.pair, queries * tokens * attend.pair,
+        )  # fmt: skip
+
+    def _cached(self, attend: Attend) -> int:
+        """What its module gathers is what later tokens will read of a token."""
+        number, module = attend.place
+        sent = sum(
+            gather.sent
+            for gather in self._ledger.gathers
+            if gather.rows and gather.place[0] == number and (gather.place[1] + ".").startswith(module + ".")
+        )
+        return sent // self._plan.num_rows
+
+    def fallbacks(self) -> Iterator[FallbackLine]:
+        """Ops that mix tokens; when all layers are captured, one line for each."""
+        for found in self._ledger.fallbacks:
+            yield FallbackLine(
+                *self._times(found.place), found.node, found.op, found.module, found.source, found.reason,
+                found.gathered, found.cost,
+            )  # fmt: skip
+
+    def choices(self, rewritten: Rewritten) -> Iterator[ChoiceLine]:
+        """What ``insert-reshards`` noted."""
+        notes = [note for name, result in rewritten.passes.results if name == InsertReshards.name for note in result.notes]
+        stack = self._ledger.stack
+        for note in notes:
+            if isinstance(note, Note):
+                number = stack.number_in(note.module)
+                place = (number, stack.within(note.module) if number is not None else note.module)
+                yield ChoiceLine(*self._times(place), place[1], note.text)
+
+    def memory(self, weights: int, parameters: int) -> Memory:
+        """Bytes of one rank."""
+        lines = list(self.attention())
+        return Memory(
+            weights, parameters, sum(line.cached * line.times for line in lines),
+            sum(line.cached * line.kept * line.times for line in lines), self._ledger.live, self._ledger.live_whole,
+        )  # fmt: skip

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""localize-attention: explicit masks become positions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from pcp_passes.ir import fakes, meta, rules
+from pcp_passes.ir.index_algebra import Assumption, analyse
+from pcp_passes.ir.index_ops import Values
+from pcp_passes.ir.revalue import Revalue
+from pcp_passes.passes.base import Note, PassContext, PassResult, note
+from pcp_passes.passes.match_attention import Attention, match_sdpa
+from pcp_passes.passes.match_eager import drops_nothing, match_softmax
+
+_ATEN: Any = torch.ops.aten
+_VIEWS = ("aten::view", "aten::_unsafe_view")
+_MATCHERS: dict[str, Callable[[fx.Node, Values], Attention | str | None]] = {
+    "aten::scaled_dot_product_attention": match_sdpa,
+    "aten::softmax": match_softmax,
+    "aten::_softmax": match_softmax,
+    "aten::_safe_softmax": match_softmax,
+}
+
+
+@dataclass(frozen=True)
+class LocalizeAttention:
+    """Replace attention under an explicit T x T mask by attention of rows at given positions.
+
+    Why: a rank that holds every P-th part of the queries would still read its rows of a T x T mask, and kernels cannot
+    skip what a mask hides; ``pcp::attend`` is told where its rows sit and visits only the keys they see. The mask is
+    read, not guessed: what a query sees must follow from the ops that built the mask, for every T (see
+    :mod:`pcp_passes.ir.index_algebra`). Attention under any other mask stays as it is, with a note that says which
+    node is not known. The rewritten graph computes what it computed: ``positions`` is ``arange(T)``.
+
+    Options: ``assume`` states what token inputs hold, as ``(placeholder, assumption)`` pairs that the caller checks at
+    run time.
+
+    Before::
+
+        %le : b8[sT, sT] = aten.le.Tensor(%j, %i)
+        %sdpa = aten.scaled_dot_product_attention.default(%q, %k, %v, %le)
+
+    After::
+
+        %arange : i64[sT] = aten.arange.default(%n)
+        %attend = pcp.attend.default(%q, %k, %v, %arange, scale=0.25, left=-1, right=0, chunk=0)
+    """
+
+    name: ClassVar[str] = "localize-attention"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    establishes: ClassVar[frozenset[str]] = frozenset()
+    breaks: ClassVar[frozenset[str]] = frozenset()
+
+    assume: tuple[tuple[str, Assumption], ...] = ()
+
+    def run(self, graph: fx.Graph, ctx: PassContext) -> PassResult:
+        return localize_attention(graph, dict(self.assume))
+
+
+def localize_attention(graph: fx.Graph, assume: dict[str, Assumption] | None = None) -> PassResult:
+    """Rewrite each attention whose mask is known by position, then drop the masks that nothing reads any more.
+
+    Raises:
+        ConfigError: ``assume`` names no input of the graph.
+    """
+    values = analyse(graph, assume)
+    notes: list[Note | str] = []
+    found: list[Attention] = []
+    for node in graph.nodes:
+        match = _MATCHERS.get(rules.op_name(node))
+        attention = match(node, values) if match is not None else None
+        if isinstance(attention, str):
+            notes.append(note(f"attention stays explicit: {attention}", node))
+        elif attention is not None:
+            found.append(attention)
+    positions = _Positions(graph)
+    replaced = {_replace(graph, attention, positions) for attention in found}
+    if replaced:
+        _refresh(graph, replaced)
+        # A dropout that does nothing counts as random, and would keep the T x T weights alive.
+        graph.eliminate_dead_code(lambda node: node.is_impure() and not drops_nothing(node))
+    kinds = Counter(str(attention.visible) for attention in found)
+    notes += [f"{count} attentions see {seen}" for seen, count in kinds.items()]
+    return PassResult(len(found), tuple(notes) or ("no attention in the graph",))
+
+
+class _Positions:
+    """``arange(T)`` on each device, made once, in front of the first attention that needs it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._made: dict[tuple[str, torch.device], fx.Node] = {}
+
+    def of(self, attention: Attention) -> fx.Node:
+        held = meta.tensor(attention.q)
+        assert held is not None
+        size = held.shape[-2]
+        key = (str(size), held.device)
+        if key not in self._made:
+            mode = fakes.fake_mode_of(held)
+            assert mode is not None, f"%{attention.q.name} has no fake value"
+            with self._graph.inserting_before(attention.node):
+                count = self._count(attention, size)
+                made = self._graph.call_function(_ATEN.arange.default, (count,), {"device": held.device})
+            meta.set_value(made, fakes.call_on_fakes(mode, _ATEN.arange.default, (size,), {"device": held.device}))
+            meta.set_created_by(made, LocalizeAttention.name)
+            self._made[key] = made
+        return self._made[key]
+
+    def _count(self, attention: Attention, size: Any) -> fx.Node:
+        """The token count from a node that holds it, or from an input: an activation will be cut to a rank's rows."""
+        for node in self._graph.nodes:
+            if node is attention.node:
+                break
+            held = meta.value(node)
+            if isinstance(held, torch.SymInt) and fakes.same_size(held, size):
+                found: fx.Node = node
+                return found
+        inputs = self._graph.find_nodes(op="placeholder")
+        for node in reversed([*inputs]):  # the plan's restore index is the last input, and is never cut
+            tensor = meta.tensor(node)
+            for dim, length in enumerate(tensor.shape if tensor is not None else ()):
+                if fakes.same_size(length, size):
+                    return self._sized(node, dim, length)
+        return self._sized(attention.q, -2, size)
+
+    def _sized(self, source: fx.Node, dim: int, size: Any) -> fx.Node:
+        made = self._graph.call_function(_ATEN.sym_size.int, (source, dim))
+        meta.set_value(made, size)
+        meta.set_created_by(made, LocalizeAttention.name)
+        return made
+
+
+def _replace(graph: fx.Graph, attention: Attention, positions: _Positions) -> fx.Node:
+    from pcp_passes.attention import attend_op  # an op of its own: loaded when it is used
+
+    node, seen = attention.node, attention.visible
+    where = positions.of(attention)
+    with graph.inserting_before(node):
+        make = _Maker(graph, node)
+        q, k, v = attention.q, attention.k, attention.v
+        if attention.keys_last:
+            k = make(_ATEN.transpose.int, k, -2, -1)
+        flat = _rank(q) == 3
+        if flat:
+            q, k, v = (make(_ATEN.unsqueeze.default, one, 0) for one in (q, k, v))
+        options: dict[str, Any] = {"left": seen.left, "right": seen.right, "chunk": seen.chunk}
+        if attention.sinks is not None:
+            options["sinks"] = make.vector(attention.sinks)
+        if attention.slopes is not None:
+            slopes = make.vector(attention.slopes)
+            options["slopes"] = slopes if attention.slope_factor == 1 else make(
+                _ATEN.mul.Tensor, slopes, attention.slope_factor
+            )  # fmt: skip
+        if attention.softcap:
+            options["softcap"] = attention.softcap
+        made = make(attend_op, q, k, v, where, scale=attention.scale, **options)
+        if flat:
+            made = make(_ATEN.squeeze.dim, made, 0)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return made
+
+
+class _Maker:
+    """Nodes with values, in the name of the attention they serve."""
+
+    def __init__(self, graph: fx.Graph, serves: fx.Node) -> None:
+        self._graph, self._serves = graph, serves
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self._graph.call_function(target, args, kwargs)
+        return meta.adopt(made, self._serves, LocalizeAttention.name)
+
+    def vector(self, node: fx.Node) -> fx.Node:
+        """One element per head, as ``[H]``."""
+        return node if _rank(node) == 1 else self(_ATEN.reshape.default, node, [-1])
+
+
+def _rank(node: fx.Node) -> int:
+    held = meta.tensor(node)
+    assert held is not None
+    return held.dim()
+
+
+def _refresh(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Restate values behind the replaced nodes while strides differ: ``attend`` lays out rows before heads."""
+    like = [meta.value(node) for node in changed]
+    restate = Revalue(like)
+    for node in graph.nodes:
+        if changed.isdisjoint(node.all_input_nodes) or node in changed or node.op == "output":
+            continue
+        before = _layouts(meta.value(node))
+        try:
+            restate(node)
+        except (RuntimeError, ValueError):
+            assert rules.op_name(node) in _VIEWS, f"%{node.name} does not take strides of another order"
+            node.target = _ATEN.reshape.default
+            meta.set_changed_by(node, LocalizeAttention.name)
+            restate(node)
+        if _layouts(meta.value(node)) != before:
+            changed.add(node)
+
+
+def _layouts(value: object) -> list[str]:
+    return [f"{tuple(t.shape)} {tuple(t.stride())}" for t in fakes.tensors_in(value)]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""normalize: one spelling for what says the same, and nothing that only keeps dead values alive."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from pcp_passes.aten.decision import multiple
+from pcp_passes.aten.plan_inputs import plan_inputs
+from pcp_passes.ir import meta
+from pcp_passes.passes.base import PassContext, PassResult
+
+_ATEN: Any = torch.ops.aten
+_VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
+_LIKE_OPERAND = {
+    _ATEN.new_zeros.default: _ATEN.zeros.default,
+    _ATEN.new_ones.default: _ATEN.ones.default,
+    _ATEN.new_empty.default: _ATEN.empty.memory_format,
+    _ATEN.new_full.default: _ATEN.full.default,
+}
+_DROPPED = (_ATEN._assert_tensor_metadata.default,)
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Spell equal things equally, and drop assertions about metadata.
+
+    Why: assertions keep dead chains alive; a ``view`` needs strides that a restored operand need not have; a
+    ``new_zeros`` reads only the dtype of its operand, which would tie it to that operand's rows; and a size read from
+    an activation would be the number of *local* rows.
+
+    Before::
+
+        %view : f32[sT, 64] = aten.view.default(%x, [-1, 64])
+        %new_ones : b8[sT, sT] = aten.new_ones.default(%x, [%n, %n], dtype=b8)
+
+    After::
+
+        %reshape : f32[sT, 64] = aten.reshape.default(%x, [-1, 64])
+        %ones : b8[sT, sT] = aten.ones.default([%n, %n], dtype=b8, device=cpu)
+    """
+
+    name: ClassVar[str] = "normalize"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    establishes: ClassVar[frozenset[str]] = frozenset()
+    breaks: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, graph: fx.Graph, ctx: PassContext) -> PassResult:
+        return normalize(graph)
+
+
+def normalize(graph: fx.Graph) -> PassResult:
+    """Normalise every node; shapes and values stay as they are, strides of views may not."""
+    count = 0
+    for node in list(graph.nodes):
+        if node.target in _DROPPED:
+            graph.erase_node(node)
+        elif node.target in _VIEWS:
+            node.target = _ATEN.reshape.default
+        elif node.target in _LIKE_OPERAND:
+            _forget_operand(node)
+        elif node.target is _ATEN.type_as.default:
+            held = meta.tensor(node)
+            node.target, node.args, node.kwargs = _ATEN._to_copy.default, node.args[:1], {"dtype": held.dtype}  # type: ignore[union-attr]
+        else:
+            continue
+        count += 1
+    count += _one_count(graph)
+    graph.eliminate_dead_code()
+    return PassResult(count, () if count else ("every node was normal",))
+
+
+def _forget_operand(node: fx.Node) -> None:
+    held = meta.tensor(node)
+    assert held is not None, f"%{node.name} creates no tensor"
+    kept = {key: value for key, value in node.kwargs.items() if key in ("pin_memory", "layout")}
+    node.target = _LIKE_OPERAND[node.target]
+    node.args = node.args[1:]
+    node.kwargs = {"dtype": held.dtype, "device": held.device, **kept}
+
+
+def _one_count(graph: fx.Graph) -> int:
+    """Sizes that are a multiple of the token count are computed from the plan, not read from an activation."""
+    plan = plan_inputs(graph)
+    source: fx.Node | None = None
+    made: dict[int, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if node.target is not _ATEN.sym_size.int or node.args[0] is plan.restore:
+            continue
+        times = multiple(meta.value(node), plan.tokens)
+        if times is None:
+            continue
+        if source is None:
+            source = _after_inputs(graph, _ATEN.sym_size.int, (plan.restore, 0), meta.value(plan.restore).shape[0])
+        if times not in made:
+            made[times] = source if times == 1 else _times(graph, source, times, meta.value(node))
+        node.replace_all_uses_with(made[times])
+        graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _after_inputs(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: object) -> fx.Node:
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    with graph.inserting_before(first):
+        node = graph.call_function(target, args)
+    node.meta["val"] = value
+    return node
+
+
+def _times(graph: fx.Graph, source: fx.Node, times: int, value: object) -> fx.Node:
+    with graph.inserting_after(source):
+        node = graph.call_function(operator.mul, (source, times))
+    node.meta["val"] = value
+    return node

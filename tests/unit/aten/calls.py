@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sample calls of the ops that are not element-wise: tokens in every place, merged dimensions, negative dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.graphs import ATEN, Dim, Given, Sample, Size, given, sample
+
+A = ATEN
+INT = torch.int64
+T, T2 = Size(1), Size(2)
+
+SHAPES: tuple[tuple[Dim, ...], ...] = (
+    ("T",), ("T", 3), (3, "T"), (2, "T", 4), ("T", 2, 4), (2, 4, "T"), ("2T", 4), (2, "4T"), ("T", "T", 2),
+)  # fmt: skip
+
+
+def ints(*shape: Dim, high: Any = 3, low: int = 0, dtype: torch.dtype = INT) -> Given:
+    """Indices below ``high``."""
+    return given(*shape, dtype=dtype, low=low, high=high)
+
+
+def dims_of(shape: tuple[Dim, ...]) -> list[int]:
+    """First, last and middle dimension, from either end."""
+    rank = len(shape)
+    return sorted({0, rank - 1, -1, -rank, rank // 2})
+
+
+def view_calls() -> Iterator[Sample]:
+    for shape in SHAPES:
+        rank = len(shape)
+        yield sample(A.unsqueeze.default, given(*shape), 0)
+        yield sample(A.unsqueeze.default, given(*shape), -1)
+        yield sample(A.permute.default, given(*shape), list(reversed(range(rank))))
+        yield sample(A.permute.default, given(*shape), [-1, *range(rank - 1)])
+        yield sample(A.repeat.default, given(*shape), [2] * rank)
+        yield sample(A.repeat.default, given(*shape), [3, *[1] * rank])
+        yield sample(A.tile.default, given(*shape), [2])
+        yield sample(A.tile.default, given(*shape), [2] * (rank + 1))
+        yield sample(A.expand.default, given(*shape), [2, *[-1] * rank])
+        yield sample(A.squeeze.default, given(*shape, 1))
+        yield sample(A.squeeze.default, given(1, *shape))
+        yield sample(A.squeeze.dims, given(1, *shape, 1), [0, -1])
+        yield sample(A.squeeze.dims, given(1, *shape), [0, 1])
+        yield sample(A.numpy_T.default, given(*shape))
+        for dim in dims_of(shape):
+            yield sample(A.squeeze.dim, given(1, *shape), dim)
+            yield sample(A.select.int, given(*shape), dim, 0)
+            yield sample(A.select.int, given(*shape), dim, -1)
+            yield sample(A.slice.Tensor, given(*shape), dim, 1, 3)
+            yield sample(A.slice.Tensor, given(*shape), dim, 0, 2**63 - 1)
+            yield sample(A.slice.Tensor, given(*shape), dim, 0, 2**63 - 1, 2)
+            yield sample(A.slice.Tensor, given(*shape), dim, -1)
+            yield sample(A.slice.Tensor, given(*shape), dim)
+            yield sample(A.movedim.int, given(*shape), dim, 0)
+            yield sample(A.movedim.int, given(*shape), 0, dim)
+            yield sample(A.moveaxis.int, given(*shape), dim, -1)
+            yield sample(A.transpose.int, given(*shape), dim, 0)
+            yield sample(A.transpose.int, given(*shape), -1, dim)
+            yield sample(A.swapaxes.default, given(*shape), 0, dim)
+            yield sample(A.swapdims.default, given(*shape), 0, dim)
+            yield sample(A.repeat_interleave.self_int, given(*shape), 2, dim)
+            yield sample(A.unfold.default, given(*shape), dim, 2, 1)
+            if isinstance(shape[dim], int):
+                yield sample(A.unbind.int, given(*shape), dim)
+                for name in ("split", "unsafe_split"):
+                    yield sample(getattr(A, name).Tensor, given(*shape), 2, dim)
+                for name in ("chunk", "unsafe_chunk"):
+                    yield sample(getattr(A, name).default, given(*shape), 2, dim)
+                yield sample(A.split_with_sizes.default, given(*shape), [1, shape[dim] - 1], dim)
+                yield sample(A.split.sizes, given(*shape), [1, shape[dim] - 1], dim)
+                yield sample(A.split_copy.Tensor, given(*shape), 2, dim)
+        if rank > 1:
+            for name in ("mT", "adjoint"):
+                yield sample(getattr(A, name).default, given(*shape))
+            yield sample(A.flatten.using_ints, given(*shape), 0, 1)
+            yield sample(A.flatten.using_ints, given(*shape), -2, -1)
+            yield sample(A.flatten.using_ints, given(*shape))
+            yield sample(A.movedim.intlist, given(*shape), [0, 1], [1, 0])
+        if rank <= 2:
+            yield sample(A.t.default, given(*shape))
+        if rank == 2:
+            yield sample(A.matrix_H.default, given(*shape))
+            yield sample(A.repeat_interleave.self_int, given(*shape), 2)
+    yield sample(A.repeat_interleave.self_int, given("T", 3), 2, 0, output_size=T2)
+    yield sample(A.repeat_interleave.self_int, given("T", 3), 2, 1, output_size=6)
+    yield sample(A.repeat_interleave.self_Tensor, given(3, "T"), ints(3, low=1), 0, output_size=6)
+    yield sample(A.expand.default, given("T", 1, 4), [3, T, 2, 4])
+    yield sample(A.expand.default, given("T", 1), [T, T])
+    yield sample(A.expand.default, given(1, "2T"), [T, -1])
+    yield sample(A.broadcast_to.default, given("T", 1), [2, T, 5])
+    yield sample(A.slice.Tensor, given("T", 4), 0, 0, T)
+    yield sample(A.slice.Tensor, given("T", 4), 1, 0, T)
+    yield sample(A.slice.Tensor, given("2T", 4), 0, 0, T)
+    yield sample(A.slice.Tensor, given("2T", 4), 0, T, T2)
+    yield sample(A.slice.Tensor, given("T", "T"), 0, 0, T)
+
+
+RESHAPES: tuple[tuple[tuple[Dim, ...], list[Any]], ...] = (
+    (("T", 4), [T, 2, 2]), (("T", 4), [-1, 2, 2]), (("T", 4), [T, -1, 2]), (("T", 4), [1, T, 4]), (("T", 4), [-1]),
+    ((1, "T", 4), [T, 4]), ((2, "T", 4), [T2, 4]), ((2, "T", 4), [-1, 4]), ((2, "T", 4), [2, -1]), (("T", 2, 4), [T2, 4]),
+    (("T", 2, 4), [-1, 4]), (("T", 2, 4), [T, 8]), (("2T", 4), [T, 2, 4]), (("2T", 4), [2, T, 4]), (("2T", 4), [2, -1, 4]),
+    (("4T",), [2, T2]), (("4T",), [T, 2, 2]), (("4T",), [2, T, 2]), ((4, "T"), [2, T2]), ((4, "T"), [-1, T2]),
+    (("T", 4), [T2, 2]), (("T", 4), [T2, -1]), (("T", 6), [3, T2]), (("T", "T"), [-1]), (("T", "T", 2), [T, -1]),
+    (("T", "T", 2), [T, T2]), (("T", "T", 2), [T2, T]), (("T", 1, 4), [T, 4]), (("T",), [T, 1]), (("T",), [1, -1]),
+    (("T", 0), [T, 0]), ((2, 3, "T"), [3, 2, T]), ((2, "T", 3), [3, T, 2]), ((2, "3T"), [3, T2]), (("T", 4), [2, T, 2]),
+)  # fmt: skip
+
+
+def reshape_calls() -> Iterator[Sample]:
+    for shape, sizes in RESHAPES:
+        for target in (A.reshape.default, A.view.default, A._unsafe_view.default, A.view_copy.default):
+            yield sample(target, given(*shape), sizes)
+        if -1 not in sizes:
+            yield sample(A._reshape_copy.default, given(*shape), sizes)
+    yield sample(A.unflatten.int, given("T", 4), 1, [2, 2])
+    yield sample(A.unflatten.int, given("T", 4), -1, [-1, 2])
+    yield sample(A.unflatten.int, given("2T", 4), 0, [T, 2])
+    yield sample(A.unflatten.int, given("2T", 4), -2, [2, T])
+    yield sample(A.unflatten.int, given(3, "4T", 4), 1, [2, T, 2])
+    yield sample(A.unflatten.int, given(3, "4T", 4), 1, [2, -1, 2])
+    yield sample(A.unflatten.int, given(4, "T"), 0, [2, 2])
+    for dtype in (torch.float32, torch.complex128, torch.int64):
+        yield sample(A.view.dtype, given("T", 4), dtype)
+        yield sample(A.view.dtype, given(4, "2T"), dtype)
+    yield sample(A.view_copy.dtype, given("T", 4), torch.float32)
+
+
+ALONG = (
+    "softmax.int log_softmax.int cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default"
+    " sort.default argsort.default mean.dim sum.dim_IntList amax.default amin.default prod.dim_int argmax.default"
+    " argmin.default max.dim min.dim logsumexp.default std.dim var.dim var.correction var_mean.correction nansum.default"
+    " std_mean.dim median.dim glu.default _safe_softmax.default fft_fft.default fft_ifft.default fft_rfft.default"
+    " fft_irfft.default flip.default count_nonzero.dim_IntList linalg_vector_norm.default norm.ScalarOpt_dim any.dim"
+    " all.dim any.dims all.dims sort.stable argsort.stable _softmax.default _log_softmax.default topk.default"
+    " kthvalue.default roll.default std.correction max.default min.default sum.default mean.default any.default"
+    " all.default var.default std.default norm.Scalar argmax.default linalg_vector_norm.default prod.default"
+).split()
+
+
+def along_calls() -> Iterator[Sample]:
+    for shape in SHAPES:
+        x = given(*shape)
+        for name in ALONG:
+            target = _overload(name)
+            for dim in dims_of(shape):
+                yield from _along(target, name, x, dim, shape)
+    for dims in ([0, 2], [-1, 0], [1], []):
+        for keep in (False, True):
+            yield sample(A.sum.dim_IntList, given(2, "T", 4), dims, keep)
+            yield sample(A.mean.dim, given(2, "T", 4), dims, keep)
+            yield sample(A.amax.default, given("T", 2, 4), dims, keep)
+            yield sample(A.linalg_vector_norm.default, given("T", 2, 4), 2, dims, keep)
+            yield sample(A.var.correction, given(2, "T", 4), dims, keepdim=keep)
+            yield sample(A.any.dims, given(2, "T", 4, dtype=torch.bool), dims, keep)
+    yield sample(A.max.other, given("T", 3), given("T", 3))
+    yield sample(A.max.other, given("T", 3), given(3))
+    yield sample(A.sum.dim_IntList, given("T", 3), None, True)
+    yield sample(A.argmax.default, given("T", 3))
+    yield sample(A.roll.default, given("T", 3), [1])
+
+
+def _overload(name: str) -> Any:
+    base, overload = name.split(".")
+    return getattr(getattr(A, base), overload)
+
+
+def _along(target: Any, name: str, x: Given, dim: int, shape: tuple[Dim, ...]) -> Iterator[Sample]:
+    names = [declared.name for declared in target._schema.arguments]
+    values: dict[str, Any] = {"dim": dim, "half_to_float": False, "k": 1, "shifts": [1], "p": 2, "ord": 2, "stable": True}
+    values["dims"] = [dim]
+    base = name.split(".")[0]
+    many = {"sum", "mean", "amax", "amin", "logsumexp", "std", "var", "var_mean", "std_mean", "nansum", "count_nonzero"}
+    if base in (*many, "linalg_vector_norm", "norm") or name in ("any.dims", "all.dims"):
+        values["dim"] = [dim]
+    if base == "glu" and shape[dim] in (1, 3, "T", "3T"):
+        return
+    for keep in (False, True) if "keepdim" in names else (None,):
+        args, kwargs = [x], {}
+        for declared in target._schema.arguments[1:]:
+            value = keep if declared.name == "keepdim" else values.get(declared.name, declared.default_value)
+            if declared.name not in values and declared.name != "keepdim":
+                if declared.kwarg_only:
+                    continue
+            if declared.kwarg_only:
+                kwargs[declared.name] = value
+            else:
+                args.append(value)
+        yield sample(target, *args, **kwargs)
+
+
+def norm_calls() -> Iterator[Sample]:
+    for shape in (("T", 4), (2, "T", 4), ("T", 2, 4), (4, "T"), ("2T", 4)):
+        last = shape[-1]
+        if isinstance(last, int):
+            weight, bias = given(last), given(last)
+            yield sample(A.layer_norm.default, given(*shape), [last], weight, bias)
+            yield sample(A.layer_norm.default, given(*shape), [last])
+            yield sample(A.native_layer_norm.default, given(*shape), [last], weight, bias, 1e-5)
+            yield sample(A.rms_norm.default, given(*shape), [last], weight)
+            if hasattr(A, "_fused_rms_norm"):
+                yield sample(A._fused_rms_norm.default, given(*shape), [last], weight, 1e-5)
+        else:
+            yield sample(A.layer_norm.default, given(*shape), [T], given("T"), given("T"))
+            yield sample(A.rms_norm.default, given(*shape), [T], given("T"))
+    yield sample(A.layer_norm.default, given("T", 2, 4), [2, 4], given(2, 4))
+    yield sample(A.layer_norm.default, given(2, "T", 4), [T, 4], given("T", 4))
+    for kernel in (1, 2):
+        for rank in (1, 2, 3):
+            side, weight = (4,) * rank, given(6, 2, *(kernel,) * rank)
+            conv = (getattr(A, f"conv{rank}d").default, A.convolution.default)
+            tail = ([1] * rank, [0] * rank, [1] * rank)
+            yield sample(conv[0], given("T", 2, *side), weight, given(6))
+            yield sample(conv[1], given("T", 2, *side), weight, None, *tail, False, [0] * rank, 1)
+            yield sample(conv[0], given(3, 2, "T", *side[1:]), weight)
+            yield sample(conv[0], given(2, "T", *side[1:]), weight)
+            yield sample(conv[1], given(3, 2, "T", *side[1:]), weight, None, *tail, False, [0] * rank, 1)
+    yield sample(A.convolution.default, given("T", 2, 4), given(2, 6, 2), None, [1], [0], [1], True, [0], 1)
+    yield sample(A.conv1d.padding, given("T", 2, 4), given(6, 2, 3), None, [1], "same")
+    yield sample(A.group_norm.default, given("T", 4, 3), 2, given(4), given(4))
+    yield sample(A.group_norm.default, given(3, 4, "T"), 2, given(4), given(4))
+    yield sample(A.group_norm.default, given("2T", 4), 2)
+
+
+def product_calls() -> Iterator[Sample]:
+    for a, b in (
+        (("T", 4), (4, 3)), ((3, 4), (4, "T")), ((3, "T"), ("T", 2)), (("T", "T"), ("T", 3)), (("T", 4), (4, "T")),
+        (("2T", 4), (4, 3)), ((3, 4), (4, "2T")),
+    ):  # fmt: skip
+        yield sample(A.mm.default, given(*a), given(*b))
+        yield sample(A.matmul.default, given(*a), given(*b))
+        for bias in ((b[-1],), (a[0], b[-1]), (a[0], 1), (1, b[-1])):
+            yield sample(A.addmm.default, given(*bias), given(*a), given(*b))
+    for a, b in (
+        ((2, "T", 4), (2, 4, 3)), (("T", 2, 4), ("T", 4, 3)), ((2, 3, 4), (2, 4, "T")), ((2, 3, "T"), (2, "T", 4)),
+        (("2T", 2, 4), ("2T", 4, 3)), (("T", "T", 4), ("T", 4, 3)),
+    ):  # fmt: skip
+        yield sample(A.bmm.default, given(*a), given(*b))
+        yield sample(A.baddbmm.default, given(b[-1]), given(*a), given(*b))
+        yield sample(A.baddbmm.default, given(a[0], a[1], b[-1]), given(*a), given(*b))
+    for a, b in (
+        ((2, "T", 4), (4, 3)), (("T", 4), (5, 4, 3)), (("T", 1, 2, 4), (3, 4, 2)), ((2, 1, 3, 4), ("T", 4, 2)),
+        (("T", 1, 2, 4), (1, 3, 4, 2)), ((2, 3, 4), (4, "T")), (("T",), ("T", 3)), (("T", 4), (4,)), ((2, "T", 4), (2, 4, "T")),
+        ((1, "T", 2, 4), (3, 1, 4, 2)), (("T", 2, 4), (1, 4, 3)),
+    ):  # fmt: skip
+        yield sample(A.matmul.default, given(*a), given(*b))
+    for x in (("T", 4), (2, "T", 4), ("T", 2, 4), ("2T", 4), (4,), (4, "T")):
+        yield sample(A.linear.default, given(*x), given(3, x[-1]), given(3))
+        yield sample(A.linear.default, given(*x), given(3, x[-1]))
+    yield sample(A.linear.default, given("T", 4), given("T", 4))
+    yield sample(A.linear.default, given("T", 4), given(4))
+    yield sample(A.linear.default, given("T", 4), given(3, 4), given("T", 3))
+    for equation, *shapes in (
+        ("td,df->tf", ("T", 4), (4, 3)), ("bthd,bshd->bhts", (2, "T", 3, 4), (2, 5, 3, 4)), ("td,sd->ts", ("T", 4), ("T", 4)),
+        ("ts,sd->td", ("T", "T"), ("T", 4)), ("td,t->d", ("T", 4), ("T",)), ("tk,tkd->td", ("T", 2), ("T", 2, 4)),
+        ("td,td->t", ("T", 4), (1, 4)), ("ted,edf->tef", ("T", 3, 4), (3, 4, 2)), ("td->dt", ("T", 4)),
+        ("td,te,tf->tdef", ("T", 2), ("T", 3), (1, 2)),
+    ):  # fmt: skip
+        yield sample(A.einsum.default, equation, [given(*shape) for shape in shapes])
+
+
+def attention_calls() -> Iterator[Sample]:
+    sdpa = A.scaled_dot_product_attention.default
+    q, k, v = given(1, 2, "T", 4), given(1, 2, "T", 4), given(1, 2, "T", 4)
+    yield sample(sdpa, q, k, v)
+    yield sample(sdpa, q, k, v, None, 0.0, True)
+    for mask in ((1, 1, "T", "T"), ("T", "T"), (1, "T"), ("T",), (1, 1, 1, "T"), (1, 2, "T", 1)):
+        yield sample(sdpa, q, k, v, given(*mask))
+        yield sample(sdpa, q, k, v, given(*mask, dtype=torch.bool))
+    yield sample(sdpa, given(1, 4, "T", 4), k, v, None, 0.0, False, enable_gqa=True)
+    yield sample(sdpa, given(2, "T", 4), given(2, 6, 4), given(2, 6, 4))
+    yield sample(sdpa, given("T", 2, 3, 4), given("T", 2, 5, 4), given("T", 2, 5, 4), None, 0.0, True)
+    yield sample(sdpa, given("T", 2, 3, 4), given("T", 2, 5, 4), given("T", 2, 5, 4), given("T", 1, 3, 5))
+    yield sample(sdpa, given("T", 2, 3, 4), given(1, 2, 5, 4), given(1, 2, 5, 4), given(3, 5))
+    yield sample(sdpa, given(2, "T", 3, 4), given(2, "T", 5, 4), given(2, "T", 5, 4))
+    yield sample(sdpa, q, q, q)
+    yield sample(sdpa, q, k, k)
+    yield sample(sdpa, given("T", 4), given(5, 4), given(5, 4))
+
+
+def attend_calls() -> Iterator[Sample]:
+    from pcp_passes.attention import attend_op
+
+    f32 = torch.float32
+    q, k, v = given(1, 4, "T", 8, dtype=f32), given(1, 2, "T", 8, dtype=f32), given(1, 2, "T", 8, dtype=f32)
+    positions = ints("T", high="T")
+    for options in ({}, {"left": 2}, {"chunk": 2}, {"softcap": 2.0}, {"right": -1}):
+        yield sample(attend_op, q, k, v, positions, scale=0.5, **options)
+    yield sample(attend_op, q, k, v, positions, scale=0.5, sinks=given(4, dtype=f32))
+    yield sample(attend_op, q, k, v, positions, scale=0.5, slopes=given(4, dtype=f32))
+
+
+def indexing_calls() -> Iterator[Sample]:
+    for shape in (("T",), (2, "T"), ("2T",), (2, 3)):
+        yield sample(A.embedding.default, given(5, 4), ints(*shape, high=5))
+    yield sample(A.embedding.default, given("T", 4), ints("T", high="T"))
+    for shape in (("T", 3), (3, "T"), ("T", 2, 4), (2, "2T", 4)):
+        for dim in dims_of(shape):
+            high = shape[dim]
+            for index in (ints("T", high=high), ints("2T", high=high), ints(4, high=high)):
+                yield sample(A.index_select.default, given(*shape), dim, index)
+            same = [*shape]
+            yield sample(A.gather.default, given(*shape), dim, ints(*same, high=high))
+            yield sample(A.take_along_dim.default, given(*shape), ints(*same, high=high), dim)
+            yield sample(A.scatter.src, given(*shape), dim, _unique(shape, dim), given(*shape))
+            yield sample(A.scatter.value, given(*shape), dim, ints(*same, high=high), 2.0)
+            yield sample(A.scatter_add.default, given(*shape), dim, ints(*same, high=high), given(*shape))
+            yield sample(A.scatter_reduce.two, given(*shape), dim, ints(*same, high=high), given(*shape), "amax")
+            same[dim % len(same)] = 2
+            yield sample(A.gather.default, given(*shape), dim, ints(*same, high=high))
+            same[dim % len(same)] = "T"
+            yield sample(A.gather.default, given(*shape), dim, ints(*same, high=high))
+            yield sample(A.take_along_dim.default, given(*shape), ints(*same, high=high), dim)
+    yield sample(A.take_along_dim.default, given("T", 3), ints("T", 1), 1)
+    yield sample(A.take_along_dim.default, given("T", 3), ints(1, 2), 1)
+    yield sample(A.take_along_dim.default, given(1, 3), ints("T", 2), 1)
+    yield sample(A.take_along_dim.default, given("T", 3), ints("T", high=3))
+    yield sample(A.gather.default, given("2T", 3), 1, ints("T", 2))
+    x = given("T", 3, 4)
+    yield from (sample(A.index.Tensor, x, entry) for entry in (
+        [ints("T", high="T")], [None, ints(2)], [None, ints("T")], [None, None, ints("2T", high=4)],
+        [ints("T", high="T"), ints("T")], [ints("T", 1, high="T"), ints(2)], [ints("T", 1, high="T"), ints(1, "T")],
+        [None, ints(2, 5), ints(5, high=4)], [ints(5, high="T"), None, ints(5, high=4)],
+        [ints("T", high="T"), None, ints("T", high=4)], [ints(2, high="T"), ints("T", 1)], [None, ints("T", 2), ints(2, high=4)],
+        [given("T", dtype=torch.bool)], [None, given(3, dtype=torch.bool)],
+    ))  # fmt: skip
+    yield sample(A.index.Tensor, given(2, "T", 3, 4), [ints(5, high=2), None, ints(5)])
+    yield sample(A.index.Tensor, given(2, 3, "T"), [None, ints(5)])
+    yield sample(A.index.Tensor, given(2, 3, "T"), [ints(5, 2, high=2), ints(5, 1)])
+    yield sample(A.index.Tensor, given(2, 3, 4, "T"), [ints(5, high=2), None, ints(5, high=4)])
+    yield sample(A.index.Tensor, given(2, 3, "T", 4), [ints(5, high=2), None, None, ints(5, high=4)])
+    yield sample(A.index.Tensor, given(6, 4), [ints("T", high=6)])
+    yield sample(A.index.Tensor, given(6, 4), [ints("T", 2, high=6)])
+    yield sample(A.index.Tensor, given(6, 4), [None, ints("T", 2, high=4)])
+    yield sample(A.index.Tensor, given(6, 4, 2), [ints("T", high=6), None, ints("T", high=2)])
+    yield sample(A.index.Tensor, given("2T", 4), [ints("T", high="T")])
+    for accumulate in (False, True):
+        for indices, value in (([None, ints(2)], ()), ([None, ints(2)], (1,)), ([None, ints(2)], ("T", 2, 4)),
+                               ([ints("T", high="T")], ()), ([None, None, ints(2, high=4)], (1, 1))):  # fmt: skip
+            yield sample(A.index_put.default, given("T", 3, 4), indices, given(*value), accumulate)
+    yield sample(A.index_put.default, given("T", 3), [None, given(3, dtype=torch.bool)], given())
+
+
+def _unique(shape: tuple[Dim, ...], dim: int) -> Given:
+    """Zeros where entries along ``dim`` would collide: one write wins, and no order decides which."""
+    return ints(*[1 if i == dim % len(shape) else size for i, size in enumerate(shape)], high=shape[dim])
+
+
+def joining_calls() -> Iterator[Sample]:
+    for shape in (("T", 3), (2, "T", 4), ("T", 2, 4), ("2T", 4)):
+        x, y = given(*shape), given(*shape)
+        for dim in dims_of(shape):
+            for name in ("cat", "concat", "concatenate"):
+                yield sample(getattr(A, name).default, [x, y], dim)
+            yield sample(A.cat.default, [x, x, y], dim)
+            yield sample(A.stack.default, [x, y], dim)
+            yield sample(A.select_scatter.default, x, given(*[s for i, s in enumerate(shape) if i != dim % len(shape)]), dim, 1)
+            wide = [1 if i == dim % len(shape) else s for i, s in enumerate(shape)]
+            yield sample(A.slice_scatter.default, x, given(*wide), dim, 0, 1)
+        yield sample(A.stack.default, [x, y], len(shape))
+        yield sample(A.stack.default, [x, y], -len(shape) - 1)
+        for pads in ([1, 2], [1, 0, 0, 2], [0, 0, 1, 1]):
+            yield sample(A.constant_pad_nd.default, x, pads, 1.5)
+            yield sample(A.pad.default, x, pads, "constant", 0.5)
+        yield sample(A.constant_pad_nd.default, x, [0, -1])
+        yield sample(A.one_hot.default, ints(*shape, high=5), 5)
+        yield sample(A.one_hot.default, ints(*shape, high=5))
+    yield sample(A.cat.default, [given("T", 3), given("T", 1)], 1)
+    yield sample(A.cat.default, [given("T", 3), given(2, 3)], 0)
+    yield sample(A.cat.default, [given(0), given("T", 3)], 1)
+    yield sample(A.pad.default, given(2, "T", 4), [1, 1], "reflect")
+    yield sample(A.pad.default, given(2, 4, "T"), [1, 1], "circular")
+    yield sample(A.slice_scatter.default, given("T", 4), given("T", 2), 1, 1, 3)
+    yield sample(A.slice_scatter.default, given("T", 4), given("T", 4), 0, 0, T)
+
+
+def twice_calls() -> Iterator[Sample]:
+    """One node in two roles, where only one of them may be rows."""
+    x, index, square = given("T", "T"), ints("T", high="T"), ints("T", "T", high="T")
+    for target in (A.mm.default, A.matmul.default):
+        yield sample(target, x, x)
+    yield sample(A.addmm.default, x, x, given("T", "T"))
+    yield sample(A.addmm.default, x, given("T", "T"), x)
+    yield sample(A.addmm.default, x, x, x)
+    yield sample(A.linear.default, x, x)
+    yield sample(A.linear.default, x, given("T", "T"), x)
+    yield sample(A.einsum.default, "td,sd->ts", [x, x])
+    yield sample(A.index_select.default, index, 0, index)
+    yield sample(A.gather.default, index, 0, index)
+    yield sample(A.gather.default, square, 0, square)
+    yield sample(A.gather.default, square, 1, square)
+    yield sample(A.take_along_dim.default, index, index, 0)
+    yield sample(A.index.Tensor, index, [index])
+    yield sample(A.index.Tensor, square, [None, square])
+    yield sample(A.index.Tensor, given("T", "T", 3), [index, index])
+    yield sample(A.embedding.default, square, square)
+    yield sample(A.scatter.src, square, 1, square, square)
+    yield sample(A.scatter_add.default, square, 0, square, square)
+    yield sample(A.conv1d.default, *(given("T", 3, 2),) * 2)
+    yield sample(A.convolution.default, *(given("T", 3, 2),) * 2, None, [1], [0], [1], False, [0], 1)
+    yield sample(A.add.Tensor, x, x)
+    yield sample(A.where.self, given("T", "T", dtype=torch.bool), x, x)
+    yield sample(A.scaled_dot_product_attention.default, x, x, x, x)
+    yield sample(A.cat.default, [x, x], 1)
+    yield sample(A.slice_scatter.default, x, x, 1)
+    yield sample(A.layer_norm.default, given("T"), [T], *(given("T"),) * 2)
+
+
+FAMILIES: dict[str, Any] = {
+    "views": view_calls, "reshape": reshape_calls, "along": along_calls, "norms": norm_calls, "products": product_calls,
+    "attention": attention_calls, "attend": attend_calls, "indexing": indexing_calls, "joining": joining_calls,
+    "twice": twice_calls,
+}  # fmt: skip

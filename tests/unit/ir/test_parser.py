@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Printed text read back: the same text, the same values, the same numbers; and what may not be read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from pcp_passes.collectives import bound_axis
+from pcp_passes.errors import DumpError, InvariantError, PcpError
+from pcp_passes.ir import fakes, invariants, meta, rules
+from pcp_passes.ir.opaque import UnknownOp
+from pcp_passes.ir.parser import Parsed, parse_graph
+from pcp_passes.ir.placements import Replicate, Shard
+from pcp_passes.ir.printer import graph_fingerprint, print_graph
+from pcp_passes.ir.syntax import read_statements
+from pcp_passes.passes import REPLICATED, SHARDED, PassContext
+from pcp_passes.simulate import simulate
+from tests import toy, toy_runs
+
+CTX = PassContext(4)
+
+
+def functional_aten(function: Any, *args: torch.Tensor) -> fx.GraphModule:
+    """Functional pre-dispatch ATen of a function: what the PyTorch front end rewrites."""
+    from torch._functorch.aot_autograd import aot_export_module
+
+    gm, _ = toy.trace(function, *args)
+    values = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        exported, _ = aot_export_module(
+            fx.GraphModule(gm, gm.graph), values, trace_joint=False, pre_dispatch=True, decompositions={}
+        )
+    return exported
+
+
+class Attention(nn.Module):
+    """A decoder layer as Hugging Face writes it: an explicit mask, grouped keys, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, width, bias=False) for width in (16, 8, 8))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        q, k, v = (p(self.norm(x)).view(1, rows, -1, 8).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (y[:, :, None].expand(1, 1, 2, rows, 8).reshape(1, 2, rows, 8) for y in (k, v))
+        index = torch.arange(rows, device=x.device)
+        mask = (index[None] <= index[:, None]) & (index[:, None] - index[None] < 5)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
+        return x + mixed.transpose(1, 2).reshape(rows, 16)
+
+
+class Experts(nn.Module):
+    """Top-2 experts with a sort: sizes that are multiples of the token count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        order = chosen.view(-1).sort().indices
+        rows = x[order // 2]
+        out = torch.bmm(rows[:, None], self.up[chosen.view(-1)[order]])[:, 0]
+        out = out * weights.view(-1)[order][:, None]
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0])
+        return out[inverse].view(-1, 2, 16).sum(1)
+
+
+GRAPHS = ["dense", "latent", "attention", "experts"]
+
+
+def captured(name: str) -> fx.GraphModule:
+    if name in toy_runs.KINDS:
+        return toy_runs.captured(name)[1].gm
+    torch.manual_seed(3)
+    model = {"attention": Attention, "experts": Experts}[name]().requires_grad_(False)
+    return functional_aten(model, torch.randn(12, 16))
+
+
+def stages() -> Iterator[Any]:
+    for kind in toy_runs.KINDS:
+        for steps in [SHARDED[:count] for count in range(1, len(SHARDED) + 1)] + [REPLICATED]:
+            yield pytest.param(kind, steps, id=f"{kind}-{steps[-1].name}-{len(steps)}")
+
+
+def require_equal(parsed: Parsed, gm: fx.GraphModule) -> None:
+    """Text, fingerprint, values down to strides, and everything this package records of a node."""
+    assert print_graph(parsed.graph) == print_graph(gm)
+    assert graph_fingerprint(parsed.graph) == graph_fingerprint(gm)
+    for read, was in zip(parsed.graph.nodes, gm.graph.nodes, strict=True):
+        assert invariants._signature(meta.value(read)) == invariants._signature(meta.value(was)), was.name
+        assert meta.info(read) == meta.info(was), was.name
+        if was.op != "placeholder":
+            assert (meta.module_path(read), meta.source_line(read)) == (meta.module_path(was), meta.source_line(was))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_captured_graph_survives_the_round_trip(name: str) -> None:
+    gm = captured(name)
+    parsed = parse_graph(print_graph(gm))
+    require_equal(parsed, gm)
+    assert parsed.stated == () and parsed.unknown == ()
+
+
+@pytest.mark.parametrize("kind, steps", list(stages()))
+def test_a_graph_between_passes_survives_the_round_trip(kind: str, steps: Any) -> None:
+    ctx = PassContext(4, variant="replicated" if steps is REPLICATED else "sharded")
+    gm, _ = toy_runs.apply(steps, toy_runs.captured(kind)[1].gm, ctx)
+    require_equal(parse_graph(print_graph(gm)), gm)
+
+
+def test_values_live_in_an_environment_of_their_own_with_the_symbols_of_the_text() -> None:
+    gm = captured("dense")
+    parsed = parse_graph(print_graph(gm))
+    read, was = (fakes.fake_mode_of([meta.value(n) for n in g.nodes]) for g in (parsed.graph, gm.graph))
+    assert read is not was and read.shape_env is not was.shape_env
+    rows = next(n for n in parsed.graph.nodes if n.name == "l_ids_")
+    assert fakes.is_plain_symbol(meta.tensor(rows).shape[0])
+
+
+def test_views_share_storage_and_copies_do_not() -> None:
+    nodes = {n.name: n for n in parse_graph(print_graph(captured("dense"))).graph.nodes}
+    key = {name: fakes.storage_key(meta.tensor(nodes[name])) for name in ("output", "output_1", "output_2", "view_4")}
+    assert key["output"] == key["output_1"] == key["view_4"] != key["output_2"]
+
+
+def test_a_parsed_capture_computes_what_the_capture_does() -> None:
+    model, capture = toy_runs.captured()
+    world = toy.World(toy_runs.MIXED, 2)
+    parsed = parse_graph(print_graph(capture.gm)).module()
+    with toy.running(world.unsharded(model, torch.float32)):
+        found = parsed(*capture.bind(world.ids, world.positions))[0]
+    assert torch.equal(found, toy_runs.unsharded(world))
+
+
+@pytest.mark.parametrize("name", ["attention", "experts"])
+def test_a_parsed_aten_graph_computes_what_the_capture_does(name: str) -> None:
+    gm = captured(name)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [
+        20 if isinstance(value, torch.SymInt) else
+        torch.randn([s if isinstance(s, int) else 20 for s in value.shape], generator=generator)
+        for value in (n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder")
+    ]  # fmt: skip
+    (expected,), (found,) = gm(*inputs), parse_graph(print_graph(gm)).module()(*inputs)
+    assert torch.equal(found, expected)
+    assert expected.abs().max() > 0.1
+
+
+def test_a_parsed_body_runs_on_simulated_ranks() -> None:
+    world = toy.World(toy_runs.MIXED, 2)
+    gm, _ = toy_runs.apply(SHARDED, captured("dense"), PassContext(2))
+    found = toy_runs.sharded(parse_graph(print_graph(gm)).module(), world)
+    assert torch.equal(found.hidden, toy_runs.sharded(gm, world).hidden)
+
+
+def test_passes_run_on_a_parsed_graph_as_on_the_capture() -> None:
+    gm = captured("latent")
+    parsed = parse_graph(print_graph(gm)).module()
+    (was, _), (read, _) = (toy_runs.apply(SHARDED, module, CTX) for module in (gm, parsed))
+    assert graph_fingerprint(read) == graph_fingerprint(was)
+    invariants.check(invariants.INVARIANTS, read.graph, CTX)
+    invariants.meta_fresh_full(read.graph, CTX)
+
+
+def edited(old: str, new: str, steps: Any = SHARDED) -> Parsed:
+    text = print_graph(toy_runs.apply(steps, captured("dense"), CTX)[0])
+    assert old in text
+    return parse_graph(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "old, new, check",
+    [
+        ("32] rank_major = pcp.all_gather_rows", "33] rank_major = pcp.all_gather_rows", "meta_fresh"),
+        ("pcp.all_gather_rows(%cat, 4, 'pcp')", "pcp.all_gather_rows(%cat, 4, 'tp')", "equal_collectives"),
+        ("torch.zeros(", "torch.empty(", "padding_defined"),
+        ("] rank_major = pcp.all_gather_rows", "] shard(0) = pcp.all_gather_rows", "order_known"),
+        ("return (%mul_24,)", "return (%unflatten,)", "no_partial_out"),
+    ],
+)  # fmt: skip
+def test_sabotage_in_the_text_is_seen_by_the_invariants(old: str, new: str, check: str) -> None:
+    invariants.check(invariants.INVARIANTS, edited(old, old).graph, CTX)
+    with pytest.raises(InvariantError, match=check.upper()):
+        getattr(invariants, check)(edited(old, new).graph, CTX)
+
+
+# -- arguments, types and expressions of every kind
+
+
+class Ref:
+    """Stands for the input in a drawn argument."""
+
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+LITERALS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), FLOATS, st.builds(complex, FLOATS, FLOATS),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12), st.just(Ellipsis), st.just(Ref()),
+    st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]),
+    st.sampled_from([torch.strided, torch.contiguous_format, torch.preserve_format]),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")]),
+)  # fmt: skip
+KEYS = st.one_of(st.text(max_size=4), st.integers(-9, 9), st.booleans())
+PARTS = st.one_of(st.none(), st.integers(-9, 9), st.just(Ref()))
+ARGUMENTS = st.recursive(
+    st.one_of(LITERALS, st.builds(slice, PARTS, PARTS, PARTS)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+KEYWORDS = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
+
+
+def placed(argument: Any, node: fx.Node) -> Any:
+    if isinstance(argument, Ref):
+        return node
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(placed(member, node) for member in argument)
+    if isinstance(argument, dict):
+        return {key: placed(member, node) for key, member in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(placed(part, node) for part in (argument.start, argument.stop, argument.step)))
+    return argument
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(args=st.lists(ARGUMENTS, max_size=4), kwargs=st.dictionaries(KEYWORDS, ARGUMENTS, max_size=3))
+def test_arguments_of_every_kind_survive_the_round_trip(args: list[Any], kwargs: dict[str, Any]) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    given = {key: placed(argument, x) for key, argument in kwargs.items()}
+    graph.output(graph.call_function(torch.add, tuple(placed(argument, x) for argument in args), given))
+    text = print_graph(graph)
+    read = parse_graph(text).graph
+    assert print_graph(read) == text
+    assert print_graph(graph, numbered=True) == print_graph(read, numbered=True)
+
+
+POINTWISE = [torch.ops.aten.relu.default, torch.ops.aten.neg.default, torch.relu, "sigmoid", "contiguous"]
+PAIRWISE = [torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, operator.sub, torch.maximum]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_graphs_of_every_shape_survive_the_round_trip(data: st.DataObject) -> None:
+    inputs = "%n : sym s7 = input\n%x : f32[s7, 6] = input\n%y : f32[s7, 6] strides(1, s7) = input\n"
+    graph = parse_graph(inputs + "return %x").graph
+    end = next(iter(reversed(graph.nodes)))
+    pool = [node for node in graph.nodes if meta.tensor(node) is not None]
+    for index in range(data.draw(st.integers(1, 8))):
+        a, b = (data.draw(st.sampled_from(pool)) for _ in range(2))
+        with graph.inserting_before(end):
+            kind = data.draw(st.sampled_from(["one", "two", "view", "cut"]))
+            if kind == "one":
+                target: Any = data.draw(st.sampled_from(POINTWISE))
+                node = graph.call_method(target, (a,)) if isinstance(target, str) else graph.call_function(target, (a,))
+            elif kind == "two" and meta.tensor(a).shape == meta.tensor(b).shape:
+                node = graph.call_function(data.draw(st.sampled_from(PAIRWISE)), (a, b))
+            elif kind == "view":
+                node = graph.call_function(torch.ops.aten.transpose.int, (a, 0, 1))
+            else:
+                wide = graph.call_function(torch.cat, ([a, a], data.draw(st.sampled_from([0, 1]))))
+                meta.adopt(wide, a, "make", Shard(0))
+                node = wide
+        where = data.draw(st.sampled_from([None, Replicate(), Shard(1), Shard(0, 4, index + 1)]))
+        maker, layer = data.draw(st.sampled_from(["make", "other-pass"])), data.draw(st.sampled_from([None, "l.0"]))
+        meta.adopt(node, a, maker, where, layer)
+        pool.append(node)
+    end.args = ((pool[-1], [pool[0]]),)
+    read = parse_graph(print_graph(graph))
+    assert print_graph(read.graph) == print_graph(graph)
+    for was, now in zip(graph.nodes, read.graph.nodes, strict=True):
+        assert invariants._signature(meta.value(now)) == invariants._signature(meta.value(was)), was.name
+        assert was.op == "output" or meta.info(now) == meta.info(was)
+
+
+LINES = [
+    "%x : f32[4*s72, 128] = input",
+    "%x : f32[(s0//2), 2*(((s0 + 3)//4))] = input",
+    "%x : f32[Min(16, s46), Max(4, sT) - 1, s0**2, Mod(s0, 4)] = input",
+    "%x : f32[u3, u3 + 2] = input",
+    "%x : f32[64, 32] strides(1, 64) on cuda shard(1) = input",
+    "%x : (f32[2], , i64[]) = input",
+    "%x : ((f32[2], 128), layer 'model.0') = input",
+    "%x : sym 1 - s0 = input",
+    "%x : sym zf1 = input",
+    "%x : sym (s0 < 4) & Ne(s0, 3) = input",
+    "%x : sym sT replicate = input",
+    "%x : -1.5 = input",
+    "%x : 'some   # text' = input",
+    "%x : f32[8] shard(0, 2, 3) rows shard(0) = input",
+    "%x : (f32[8], f32[8]) (shard(0), replicate) = input",
+    "%x : float8_e4m3fn[8] = input",
+    "%x : f32[0] = attribute layers.0.offset #0123456789ab",
+    "%x : f32[300000] = attribute big",
+    "%x = attribute block",
+    "%x = input   # layer model.0.attn  by some-pass  changed by other  because no rule for aten::cumsum",
+    "%class_1 = input",
+    "%0 = input",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_of_every_kind_survive_the_round_trip(line: str) -> None:
+    text = f"{line}\nreturn ()\n"
+    assert print_graph(parse_graph(text).graph) == text
+
+
+def test_statements_list_operands_and_what_they_call() -> None:
+    call = "%c = aten.add.Tensor(%b, %a, k={'x': %b})"
+    lines = read_statements(f"%a = input\n%b = %a.view(-1, [%a, 2:%a])\n{call}\nreturn %c")
+    assert [s.operands for s in lines] == [(), ("a",), ("b", "a"), ("c",)]
+    assert [s.called for s in lines] == ["input", ".view", "aten.add.Tensor", "return"]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("%x : f32[4 = input", "found '=' at column 12; required ','"),
+        ("x = input", "found 'x'; required '%name = ...' or 'return ...'"),
+        ("%x = input input", "found 'input' after the end of the statement"),
+        ("%x = input $", r"found '\$' at column 12"),
+        ("%x = aten.relu(%y)", "%y is read, but no line above defines it"),
+        ("%a = input", "%a is defined twice"),
+        ("%x : f33[2] = input", "'f33' is no dtype of this PyTorch"),
+        ("%x : f32[T] = input", "unknown symbol 'T'"),
+        ("%x : f32[open(2)] = input", "unknown function open"),
+        ("%x : f32[s0//0] = input", "is no size"),
+        ("%x : f32[9**9**9] = input", "a power of"),
+        ("%x : f32[-3] = input", "is no tensor"),
+        ("%x : f32[2] shard(1, 2, 3, 4) = input", "no placement of this version"),
+        ("%x : f32[2] scattered = input", "no placement of this version"),
+        ("%x = aten.relu(%a, 123456789012345678901234)", "a number of 24 digits"),
+        ("%x = aten.relu(k=1, %a)", "a positional argument after one by keyword"),
+        ("%x = aten.relu((%a))", "parentheses around one argument"),
+        ("%x = aten.relu(" + "[" * 500 + "]" * 500 + ")", "nested more than 40 deep"),
+        ("%x : f32[" + "(" * 500 + "2" + ")" * 500 + "] = input", "nested more than 40 deep"),
+        ("%x : f32[" + "-" * 5000 + "2] = input", "nested more than 40 deep"),
+        ("%x : f32[" + "1+" * 2000 + "1] = input", "a size of 4001 characters"),
+        ("%x = aten.relu('" + "a" * 300_000 + "')", "at most 262144 are read"),
+        ("%x = attribute forward", "cannot be an attribute"),
+        ("%x = attribute __class__.__init__", "cannot be an attribute"),
+    ],
+)
+def test_a_broken_line_is_named(line: str, found: str) -> None:
+    with pytest.raises(DumpError, match=f"(?s)^some.txt, line 2: .*{found}"):
+        parse_graph(f"%a = input\n{line}\nreturn %a", where="some.txt")
+
+
+def test_a_text_that_is_cut_off_is_named() -> None:
+    with pytest.raises(DumpError, match="found no 'return' line"):
+        parse_graph("%a = input\n")
+
+
+HOSTILE = [
+    "os.system('echo hello')", "builtins.eval('1')", "builtins.__import__('os')", "torch.load('file')",
+    "torch.ops.load_library('file')", "ops.load_library('file')", "aten.from_file('file', True, 8)",
+    "torch.from_file('file', True, 8)", "operator.attrgetter('a')(%a)", "operator.methodcaller('a')",
+    "subprocess.run(['true'])", "aten.__class__(%a)", "aten.relu.__init__(%a)", "torch.hub.load('a')",
+    "higher_order.__class__(%a)", "torch.serialization.load('a')", "torch._C._nn.linear(%a)",
+    "%a.__class__()", "%a.__reduce_ex__(2)", "%a._typed_storage()", "%a.numpy()", "%a.register_hook(%a)",
+    "%a.apply_(%a)", "%a.no_such_method()",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", HOSTILE)
+def test_only_tensor_functions_can_be_named(call: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DumpError, match="line 2"):
+        parse_graph(f"%a : f32[4] = input\n%x : f32[4] = {call}\nreturn %x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_huge_value_costs_no_memory() -> None:
+    text = "%a : f32[1000000, 1000000] = input\n%x : f32[1000000, 1000000] = aten.relu(%a)\nreturn %x\n"
+    text = text.replace("return", "%t : i64[1000000000000] = aten.arange(1000000000000)\nreturn")
+    assert print_graph(parse_graph(text).graph) == text
+
+
+def test_an_op_without_a_fake_is_not_run() -> None:
+    library = torch.library.Library("pcp", "FRAGMENT")
+    library.define("no_fake_for_parser(Tensor x) -> Tensor")
+    ran: list[object] = []
+    library.impl("no_fake_for_parser", lambda x: ran.append(x) or x, "CPU")
+    parsed = parse_graph("%a : f32[4] = input\n%x : f32[4] = pcp.no_fake_for_parser(%a)\nreturn %x")
+    assert parsed.stated == ("x",) and ran == []
+
+
+# -- what is not loaded here
+
+ABSENT = "%q : f32[s0, 8] = input\n%o : f32[s0, 8] = vllm.not_loaded_here.int(%q, x=<Box>)\nreturn %o\n"
+
+
+def test_an_op_that_is_not_loaded_is_named_with_its_line() -> None:
+    with pytest.raises(DumpError, match=r"line 2: vllm.not_loaded_here.int: not registered .*--import MODULE"):
+        parse_graph(ABSENT)
+
+
+def test_or_a_stand_in_that_prints_alike_and_cannot_run() -> None:
+    parsed = parse_graph(ABSENT, strict=False)
+    assert print_graph(parsed.graph) == ABSENT
+    assert [u.partition(":")[0] for u in parsed.unknown] == ["vllm.not_loaded_here.int", "<Box>"]
+    node = next(n for n in parsed.graph.nodes if n.name == "o")
+    assert isinstance(node.target, UnknownOp) and rules.op_name(node) == "vllm::not_loaded_here"
+    invariants.meta_fresh_full(parsed.graph, CTX)
+    with pytest.raises(DumpError, match="cannot run here"):
+        parsed.module()
+    with pytest.raises(PcpError, match="is not loaded here"):
+        node.target(torch.ones(3, 8))
+
+
+def test_rules_of_ops_that_are_not_loaded_apply() -> None:
+    text = (
+        "%k : f32[s0, 2, 8] = input\n%v : f32[s0, 2, 8] = input\n%layer : layer 'l.0' = input\n"
+        "%w : f32[0] = vllm.unified_kv_cache_update(%k, %v, %layer)\nreturn %w"
+    )
+    after, results = toy_runs.apply(SHARDED[:2], fx.GraphModule({}, parse_graph(text, strict=False).graph), CTX)
+    assert results[1].rewrites == 2
+    assert [n.name for n in after.graph.nodes][3:5] == ["reshard", "reshard_1"]
+
+
+# -- constants
+
+
+def with_constant() -> fx.GraphModule:
+    root = nn.Module()
+    root.register_buffer("offset", torch.arange(6, dtype=torch.float32).view(2, 3).t())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    offset = graph.get_attr("offset")
+    total = graph.call_function(torch.add, (x, offset))
+    graph.output(total)
+    gm = fx.GraphModule(root, graph)
+    mode = fakes.FakeTensorMode()
+    for node, value in ((x, torch.zeros(3, 2)), (offset, root.offset), (total, torch.zeros(3, 2))):
+        node.meta["val"] = mode.from_tensor(value)
+    return gm
+
+
+def test_constants_are_read_by_digest() -> None:
+    from pcp_passes.dumps import small_constants
+
+    gm = with_constant()
+    text = print_graph(gm)
+    parsed = parse_graph(text, small_constants(gm.graph))
+    assert print_graph(parsed.graph) == text and "strides(1, 3) = attribute offset #" in text
+    x = torch.ones(3, 2)
+    assert torch.equal(parsed.module()(x), gm(x))
+
+
+def test_a_constant_that_is_not_beside_the_text_keeps_its_digest() -> None:
+    text = print_graph(with_constant())
+    parsed = parse_graph(text)
+    assert print_graph(parsed.graph) == text
+    with pytest.raises(TypeError):
+        parsed.module()(torch.ones(3, 2))
+
+
+def test_one_attribute_cannot_have_two_contents() -> None:
+    text = "%a : f32[2] = attribute c #0123456789ab\n%b : f32[2] = attribute c #ba9876543210\nreturn %a"
+    with pytest.raises(DumpError, match="it has two contents"):
+        parse_graph(text)
+
+
+def test_collectives_of_a_parsed_body_reach_the_bound_group() -> None:
+    text = "%x : f32[s0, 4] = input\n%g : f32[2*s0, 4] = pcp.all_gather_rows(%x, 2, 'pcp')\nreturn %g"
+    module = parse_graph(text).module()
+    x = torch.randn(3, 4)
+    with bound_axis("pcp", lambda rows: torch.cat([rows, rows + 1])):
+        assert torch.equal(module(x), torch.cat([x, x + 1]))
+    a, b = simulate(module, [[x], [x + 1]])
+    assert torch.equal(a, b) and torch.equal(a, torch.cat([x, x + 1]))
