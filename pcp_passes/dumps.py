@@ -19,7 +19,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ import torch
 from torch import fx
 
 from pcp_passes.errors import ConfigError, DumpError
+from pcp_passes.ir import meta
 from pcp_passes.ir.opaque import UnreadConstant
 from pcp_passes.ir.parser import Parsed, parse_graph
 from pcp_passes.ir.printer import CONSTANT_BYTES, constant_digest, graph_fingerprint, print_graph, small_constant
+from pcp_passes.ir.symbols import symbol_hints
 from pcp_passes.passes.base import PassContext
 
 FORMAT = 1
@@ -107,11 +109,18 @@ def write_constants(folder: Path, constants: Mapping[str, torch.Tensor]) -> None
     (folder / CONSTANTS).write_bytes(_safetensors().save(contents))
 
 
-def write_manifest(folder: Path, ctx: PassContext, entries: list[dict[str, Any]], constants: list[str]) -> None:
+def size_hints(graph: fx.Graph) -> dict[str, int]:
+    """Sizes at capture by symbol, such as ``{"sT": 4096}``: what a pass weighs bytes with."""
+    return symbol_hints(size for node in graph.nodes for held in meta.tensors(node) for size in held.shape)
+
+
+def write_manifest(
+    folder: Path, ctx: PassContext, entries: list[dict[str, Any]], constants: Iterable[str], hints: Mapping[str, int]
+) -> None:
     """Write ``manifest.json``, replacing an earlier one in one step."""
     contents = {
-        "format": FORMAT, "torch": torch.__version__, "ctx": context_json(ctx), "constants": sorted(constants),
-        "graphs": entries,
+        "format": FORMAT, "torch": torch.__version__, "ctx": context_json(ctx), "hints": dict(hints),
+        "constants": sorted(constants), "graphs": entries,
     }  # fmt: skip
     scratch = folder / f"{MANIFEST}.new"
     scratch.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
@@ -160,6 +169,8 @@ class Dump:
     ctx: PassContext
     version: str
     """Of the PyTorch that made it."""
+    hints: dict[str, int]
+    """Sizes at capture by symbol."""
     constants: tuple[str, ...]
     stages: tuple[Stage, ...]
 
@@ -169,7 +180,8 @@ class Dump:
 
     def read(self, stage: Stage, *, strict: bool = True) -> Parsed:
         """The graph of a stage, with its constants."""
-        return parse_graph(stage.text(), self.read_constants(), strict=strict, where=stage.file)
+        constants = self.read_constants()
+        return parse_graph(stage.text(), constants, strict=strict, where=stage.file, hints=self.hints)
 
     def read_constants(self) -> dict[str, torch.Tensor]:
         """Every constant that the manifest lists.
@@ -245,13 +257,15 @@ def load_dump(folder: Path) -> Dump:
     if not isinstance(held, dict) or held.get("format") != FORMAT:
         found = held.get("format") if isinstance(held, dict) else type(held).__name__
         raise DumpError(f"{where} has format {found!r}; this version reads {FORMAT}. Dump the graph again.")
-    graphs, constants = held.get("graphs"), held.get("constants")
+    graphs, constants, hints = held.get("graphs"), held.get("constants"), held.get("hints")
     if not isinstance(graphs, list) or not 0 < len(graphs) <= _MAX_GRAPHS:
         raise DumpError(f"{where}: 'graphs' must list 1 to {_MAX_GRAPHS} graphs")
     if not isinstance(constants, list) or not all(isinstance(name, str) and "#" in name for name in constants):
         raise DumpError(f"{where}: 'constants' must list names such as 'offset#0123456789ab'")
+    if not isinstance(hints, dict) or not all(type(n) is int and 2 <= n < 1 << 31 for n in hints.values()):
+        raise DumpError(f"{where}: 'hints' must map symbols to sizes from 2")
     stages = tuple(_stage(folder, where, index, entry) for index, entry in enumerate(graphs))
-    return Dump(folder, _context(where, held.get("ctx")), str(held.get("torch")), tuple(constants), stages)
+    return Dump(folder, _context(where, held.get("ctx")), str(held.get("torch")), hints, tuple(constants), stages)
 
 
 def _context(where: Path, held: object) -> PassContext:

@@ -14,15 +14,16 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_module
 
 from pcp_passes.aten.decision import Call, operands
-from pcp_passes.aten.plan_inputs import add_plan_inputs
-from pcp_passes.frontends.torch.fresh import FreshSpace, fresh_space
-from pcp_passes.ir import meta
+from pcp_passes.aten.plan_inputs import RESTORE, ROWS, add_plan_inputs
+from pcp_passes.frontends.torch.fresh import FreshSpace, fake_plan, fresh_space
+from pcp_passes.ir import fakes, meta
 from pcp_passes.ir.copies import copy_graph, module_like
 from pcp_passes.ir.placements import Placement
-from pcp_passes.ir.printer import print_graph
+from pcp_passes.ir.printer import type_text
 from pcp_passes.ir.token_markers import is_restore, is_restore_many, restore_many_op, restore_op
 from pcp_passes.passes import Pass, PassContext, PassResult
 from pcp_passes.passes.lower_restores import lower_restores
+from pcp_passes.passes.normalize import normalize
 from pcp_passes.passes.tokens import Rewritten, TokenOptions, rewrite_tokens
 from pcp_passes.simulate import simulate
 
@@ -142,6 +143,8 @@ class Built:
     node: fx.Node
     inputs: Mapping[Given, fx.Node]
     space: FreshSpace
+    fixed: bool
+    """Whether PyTorch's own function turns T into a constant, so that no rule can be asked about the call."""
 
     def call(self, where: Mapping[Given, Placement], otherwise: Placement) -> Call:
         """The question that ``propagate-placements`` asks when these operands have these placements."""
@@ -152,9 +155,19 @@ class Built:
         )
 
 
+_shared: list[FreshSpace] = []
+
+
+def shared_space() -> FreshSpace:
+    """One space for many calls: PyTorch remembers what it worked out. A call that fixes T spoils it; the next is new."""
+    if not _shared or _shared[0].specialised():
+        _shared[:] = [fresh_space(HINT_TOKENS, HINT_ROWS)]
+    return _shared[0]
+
+
 def built(entry: Sample) -> Built:
     """The graph of one call, with values."""
-    space = fresh_space(HINT_TOKENS, HINT_ROWS)
+    space = shared_space()
     graph = fx.Graph()
     inputs: dict[Given, fx.Node] = {}
     for number, argument in enumerate(entry.givens()):
@@ -173,12 +186,10 @@ def built(entry: Sample) -> Built:
     args, kwargs = mapped(entry.args, node_of), mapped(dict(entry.kwargs), node_of)
     node = graph.call_function(entry.target, args, kwargs)
     graph.output((node,))
-    from pcp_passes.ir import fakes
-
     real: Any = fx.node.map_arg((args, kwargs), meta.value)
     with torch.no_grad():
         node.meta["val"] = fakes.call_on_fakes(space.fake_mode, entry.target, *real)
-    return Built(entry, node, inputs, space)
+    return Built(entry, node, inputs, space, bool(space.specialised()))
 
 
 # Programs
@@ -199,22 +210,35 @@ class Program:
 
 
 def traced(function: Callable[..., Any], *inputs: Given) -> Program:
-    """Capture a function of tensors as the front end does: functional, pre-dispatch ATen."""
+    """Capture a function of tensors as the front end does: functional, pre-dispatch ATen. Inputs are called a, b, ..."""
+    space = fresh_space(HINT_TOKENS, HINT_ROWS)
+    gm = _exported(function, [entry.fake(space) for entry in inputs], space, "abcdefghijklmnopqrstuvwxyz"[: len(inputs)])
+    return Program(gm, space, inputs)
 
+
+def _exported(function: Callable[..., Any], fakes: list[Any], space: FreshSpace, names: Sequence[str]) -> fx.GraphModule:
     class Whole(nn.Module):
         def forward(self, *arguments: torch.Tensor) -> Any:
             found = function(*arguments)
             return found if isinstance(found, tuple) else (found,)
 
-    space = fresh_space(HINT_TOKENS, HINT_ROWS)
-    fakes = [entry.fake(space) for entry in inputs]
     with space.ambient():
         gm, _ = aot_export_module(Whole(), fakes, trace_joint=False, pre_dispatch=True, decompositions={})
-    for name, node in zip("abcdefghijklmnopq", gm.graph.find_nodes(op="placeholder"), strict=False):
+    for name, node in zip(names, gm.graph.find_nodes(op="placeholder"), strict=True):
         node._rename(name)
         node.target = name
     gm.recompile()
-    return Program(gm, space, inputs)
+    return gm  # type: ignore[no-any-return]
+
+
+def expected(function: Callable[..., Any], *inputs: Given) -> str:
+    """Formula of the graph of one rank, written by hand: a function of the inputs, ``pcp_rows`` and ``pcp_restore``."""
+    space = fresh_space(HINT_TOKENS, HINT_ROWS)
+    fakes = [*(entry.fake(space) for entry in inputs), *fake_plan(space, torch.device("cpu"))]
+    names = [*"abcdefghijklmnopqrstuvwxyz"[: len(inputs)], ROWS, RESTORE]
+    gm = _exported(function, fakes, space, names)
+    normalize(gm.graph)
+    return formula(gm)
 
 
 def with_plan(program: Program) -> fx.GraphModule:
@@ -237,9 +261,33 @@ def rewritten(program: Program, pcp: int = 2, **options: Any) -> Rewritten:
     return rewrite_tokens(program.gm, program.space, PassContext(pcp), options=TokenOptions(**options))
 
 
-def structure(graph: fx.GraphModule | fx.Graph, *, placements: bool = False) -> str:
-    """Text that is equal for graphs that compute the same with the same ops in the same order."""
-    return print_graph(graph, numbered=True, placements=placements, comments=False)
+def formula(gm: fx.GraphModule) -> str:
+    """Text of what a graph computes: the same for all orders in which its nodes may stand, and without their names."""
+    lines: list[str] = []
+    known: dict[fx.Node, str] = {}
+
+    def text(node: fx.Node) -> str:
+        if node not in known:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Word(text(n)))
+            named = [f"{key}={kwargs[key]}" for key in sorted(kwargs)]
+            line = f"{type_text(meta.value(node))} = {node.target}({', '.join([*map(str, args), *named])})"
+            known[node] = f"%{node.name}" if node.op == "placeholder" else f"%{len(lines)}"
+            if node.op != "placeholder":
+                lines.append(f"{known[node]} : {line}")
+        return known[node]
+
+    (end,) = gm.graph.find_nodes(op="output")
+    results = fx.node.map_arg(end.args[0], lambda n: _Word(text(n)))
+    return "\n".join([*lines, f"return {results}"])
+
+
+class _Word(str):
+    """A string that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def step_plan(tokens: int, pcp: int) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -59,6 +59,10 @@ class Mixes:
 Decision = Local | Mixes
 
 
+class Ambiguous(Exception):
+    """A rule would state one need for two uses of a node; the table answers ``Mixes`` for it."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One call, its operands' placements, and the token symbol of the graph."""
@@ -93,8 +97,16 @@ class Call:
         same = self.count(held.shape[back]) == like.outer * like.inner
         return Shard(held.dim() + back, like.outer, like.inner) if same else None
 
-    def needs(self, wanted: Mapping[fx.Node, Placement]) -> tuple[Placement, ...]:
-        """Requirements in operand order; what is not named must be replicated."""
+    def needs(self, wanted: Mapping[fx.Node, Placement], *, one_role: bool = False) -> tuple[Placement, ...]:
+        """Requirements in operand order; what is not named must be replicated.
+
+        ``one_role``: every use of a node among the operands means the same, as in ``x * x``.
+
+        Raises:
+            Ambiguous: a named node is used twice, and its uses may mean different things, as in ``x.gather(1, x)``.
+        """
+        if not one_role and any(self.operands.count(node) > 1 for node in wanted):
+            raise Ambiguous
         return tuple(wanted.get(operand, REPLICATE) for operand in self.operands)
 
 

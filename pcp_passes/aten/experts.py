@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from pcp_passes.aten.decision import REPLICATE, Call, Decision, Local, Mixes, Rule, tensor_of
-from pcp_passes.ir import rules
+from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import Shard, Tied
 
 
@@ -85,7 +85,7 @@ def start(call: Call, pinned: Container[str]) -> Decision | None:
 def _sort(call: Call) -> Decision | None:
     keys = call.operands[0]
     where = call.at(keys)
-    if not _routes(keys, where):
+    if not _routes(keys, where) or call.arg("descending"):
         return None
     assert isinstance(where, Shard)
     by, inner = call.node.name, where.inner
@@ -96,9 +96,10 @@ def _sort(call: Call) -> Decision | None:
 
 
 def _routes(keys: fx.Node, where: object) -> bool:
-    """Whether a value is one integer key for each of the local rows."""
+    """Whether a value is one expert's number for each of the local rows."""
     held = tensor_of(keys)
-    return held.dim() == 1 and isinstance(where, Shard) and where.outer == 1 and not held.dtype.is_floating_point
+    whole = held.dtype in (torch.int32, torch.int64)
+    return held.dim() == 1 and isinstance(where, Shard) and where.outer == 1 and whole and _counts_from_zero(keys)
 
 
 def _count_unsorted(call: Call, pinned: Container[str]) -> Decision | None:
@@ -107,9 +108,7 @@ def _count_unsorted(call: Call, pinned: Container[str]) -> Decision | None:
     where = call.at(keys)
     if not isinstance(where, Shard) or not _fixed_bins(call) or tensor_of(keys).dim() != 1:
         return None
-    source = keys
-    while rules.op_name(source) in _SAME_VALUES:
-        source = source.all_input_nodes[0]
+    source = _same_values(keys)
     sorts = [user for user in source.users if rules.op_name(user) in _SORTS and user.name not in pinned]
     if len(sorts) != 1 or not _routes(source, where):
         return None
@@ -117,9 +116,45 @@ def _count_unsorted(call: Call, pinned: Container[str]) -> Decision | None:
     return Local(Counts(sort.name, where.inner), call.placed)
 
 
+def _same_values(node: fx.Node) -> fx.Node:
+    """What a value was before copies and conversions that keep every expert's number apart."""
+    while rules.op_name(node) in _SAME_VALUES and (held := meta.tensor(node)) is not None:
+        if held.dtype not in (torch.int32, torch.int64, torch.float32, torch.float64):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _counts_from_zero(keys: fx.Node) -> bool:
+    """Whether keys are never negative, as places found by ``topk`` are not.
+
+    A negative key would be sorted in front of all groups and counted in none, and shift every group by one row.
+    """
+    while True:
+        name = rules.op_name(keys)
+        if name == "operator::getitem":
+            return bool(keys.args[1] == 1 and rules.op_name(keys.all_input_nodes[0]) in _PLACES)
+        if name == "aten::argmax" or (name == "aten::clamp" and len(keys.args) > 1 and _at_least_zero(keys.args[1])):
+            return True
+        if name not in _SAME_VALUES and name not in _MOVES:
+            return False
+        keys = keys.all_input_nodes[0]
+
+
+def _at_least_zero(bound: object) -> bool:
+    return isinstance(bound, int) and bound >= 0
+
+
+_PLACES = ("aten::topk", "aten::sort")
+_MOVES = frozenset(
+    f"aten::{name}" for name in "reshape view flatten squeeze unsqueeze transpose permute expand".split()
+)
+
+
 def _fixed_bins(call: Call) -> bool:
-    """Whether the bins are given, not found from the keys."""
-    named = rules.op_name(call.node) != "aten::histc" or call.arg("min") != call.arg("max")
+    """Whether the bins are given, not found from the keys, and begin with expert 0."""
+    histogram = rules.op_name(call.node) == "aten::histc"
+    named = not histogram or (call.arg("min") == 0 and call.arg("max") > 0)
     return named and len(call.operands) == 1 and not any(map(_symbolic, tensor_of(call.node).shape))
 
 
@@ -213,7 +248,7 @@ def _invert(call: Call) -> Decision | None:
     at_x, at_i = call.at(x), call.at(indices[0])
     if not isinstance(at_x, Blank) or not isinstance(at_i, Order) or at_x.by != at_i.by:
         return None
-    if not _counts_rows(call, values):
+    if not _counts_rows(call, values) or tensor_of(x).dtype != torch.int64:
         return None
     needs = (at_x, at_i, LocalIota(at_i.by, at_i.inner))
     return Local(Inverse(at_i.by, at_i.inner), needs)
@@ -243,9 +278,21 @@ def _argsort(call: Call) -> Decision | None:
 def _count(call: Call) -> Decision | None:
     """``histc(sorted keys, bins, 0, bins - 1)`` and ``bincount``: rows per group."""
     where = call.placed[0]
-    if not isinstance(where, Sorted) or not _fixed_bins(call) or tensor_of(call.operands[0]).dim() != 1:
+    if not isinstance(where, Sorted) or not _fixed_bins(call) or not _is_keys(call.operands[0], where.by):
         return None
     return Local(Counts(where.by, where.inner), call.placed)
+
+
+def _is_keys(node: fx.Node, by: str) -> bool:
+    """Whether sorted rows are the keys of their sort: its own result, or its operand read in its order."""
+    found = _same_values(node)
+    name = rules.op_name(found)
+    if name == "operator::getitem":
+        return bool(found.args[1] == 0 and found.all_input_nodes[0].name == by)
+    if name not in ("aten::index", "aten::index_select"):
+        return False
+    sort = next((n for n in node.graph.nodes if n.name == by), None)
+    return bool(sort is not None and found.args[0] is sort.args[0])
 
 
 def _symbolic(size: object) -> bool:

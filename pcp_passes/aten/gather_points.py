@@ -28,6 +28,7 @@ from torch import fx
 from pcp_passes.aten.costs import bytes_of, flops_of
 from pcp_passes.aten.decision import operands
 from pcp_passes.ir import meta
+from pcp_passes.ir.placements import Shard
 
 BALANCE = {"cpu": 32.0, "cuda": 1000.0, "meta": 1000.0}
 """Operations in the time a byte takes to reach the other ranks: a CPU core over loopback; a data-centre GPU (about
@@ -104,7 +105,7 @@ def _cone(node: fx.Node, is_local: Callable[[fx.Node], bool], balance: float) ->
     waiting = [node]
     while waiting:
         current = waiting.pop()
-        if spent[current] > budget:
+        if spent[current] > budget and can_restore(current):
             continue
         for operand in operands(current):
             if not is_local(operand):
@@ -116,6 +117,12 @@ def _cone(node: fx.Node, is_local: Callable[[fx.Node], bool], balance: float) ->
     return dict.fromkeys(spent)
 
 
+def can_restore(node: fx.Node) -> bool:
+    """Whether a value on rows can be put in global order: one tensor, and not tied to a sort of local rows."""
+    held = meta.info(node)
+    return meta.tensor(node) is not None and isinstance(held.rows or held.placement, Shard)
+
+
 def _repeat(node: fx.Node, balance: float) -> float:
     return math.inf if node.op == "placeholder" else flops_of(node) / balance + _OVERHEAD * bytes_of(node) + 1.0
 
@@ -124,8 +131,7 @@ def _cut(wanted: list[fx.Node], cone: Iterable[fx.Node], is_local: Callable[[fx.
     flow = networkx.DiGraph()
     members = set(cone)
     for node in members:
-        single = meta.tensor(node) is not None
-        flow.add_edge(("a", node), ("c", node), **({"capacity": bytes_of(node)} if single else {}))
+        flow.add_edge(("a", node), ("c", node), **({"capacity": bytes_of(node)} if can_restore(node) else {}))
         repeat = _repeat(node, balance)
         flow.add_edge(("c", node), "sink", **({} if math.isinf(repeat) else {"capacity": repeat}))
         for operand in operands(node):
@@ -133,8 +139,7 @@ def _cut(wanted: list[fx.Node], cone: Iterable[fx.Node], is_local: Callable[[fx.
                 continue
             flow.add_edge(("c", node), ("a", operand))
             if operand not in members:
-                alone = meta.tensor(operand) is not None
-                flow.add_edge(("a", operand), "sink", **({"capacity": bytes_of(operand)} if alone else {}))
+                flow.add_edge(("a", operand), "sink", capacity=bytes_of(operand))
     for node in wanted:
         flow.add_edge("source", ("a", node))
     _, (whole, _) = networkx.minimum_cut(flow, "source", "sink")

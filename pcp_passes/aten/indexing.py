@@ -37,6 +37,8 @@ def index_select(call: Call) -> Decision:
 def gather(call: Call) -> Decision:
     """``gather(x, dim, index)``: ``out[i, j] = x[i, index[i, j]]`` for ``dim`` 1, so ``i`` must agree."""
     x, index = call.operands[:2]
+    if call.arg("dim") is None:
+        return Mixes("reads the flattened tensor")
     return _beside(call, [x, index], [x])
 
 

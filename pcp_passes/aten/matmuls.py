@@ -18,6 +18,8 @@ def linear(call: Call) -> Decision:
         return Mixes("its weight depends on tokens")
     if where.dim == tensor_of(x).dim() - 1:
         return Mixes("contracts over tokens")
+    if any(tensor_of(bias).dim() != 1 for bias in call.operands[2:]):
+        return Mixes("adds a bias that is not one row")
     # A weight made from tokens (not a parameter) is needed whole.
     return _from_first(call, x, where, where)
 
@@ -30,13 +32,13 @@ def _from_first(call: Call, x: fx.Node, where: Shard, out: Placement) -> Decisio
 
 def matmul(call: Call) -> Decision:
     """``mm``, ``bmm``, ``matmul``: ``a[..., n, c] @ b[..., c, m]``."""
-    return _product(call, *call.operands[:2])
+    return _product(call, 0)
 
 
 def addmm(call: Call) -> Decision:
     """``addmm``, ``baddbmm``: a product added to a broadcast operand."""
-    bias, a, b = call.operands[:3]
-    found = _product(call, a, b)
+    bias = call.operands[0]
+    found = _product(call, 1)
     if not isinstance(found, Local):
         return found
     out = found.out
@@ -48,8 +50,12 @@ def addmm(call: Call) -> Decision:
     return Local(out, (needed, *found.needs[1:]))
 
 
-def _product(call: Call, a: fx.Node, b: fx.Node) -> Decision:
-    """Rows of ``a`` decide; then batch dimensions; then columns of ``b``. The other operand is restored as needed."""
+def _product(call: Call, first: int) -> Decision:
+    """Rows of ``a`` decide; then batch dimensions; then columns of ``b``. The other operand is restored as needed.
+
+    ``first`` is the place of ``a`` among the operands; ``b`` follows it.
+    """
+    a, b = call.operands[first : first + 2]
     rank_a, rank_b = tensor_of(a).dim(), tensor_of(b).dim()
     if rank_a < 2 or rank_b < 2:
         return Mixes("a product with a vector has no rule")
@@ -58,30 +64,28 @@ def _product(call: Call, a: fx.Node, b: fx.Node) -> Decision:
     back_a = at_a.dim - rank_a if isinstance(at_a, Shard) else None
     back_b = at_b.dim - rank_b if isinstance(at_b, Shard) else None
     if isinstance(at_a, Shard) and back_a == -2:
-        return _needs(call, a, b, at_a, REPLICATE, Shard(rank - 2, at_a.outer, at_a.inner))
+        return _needs(call, first, at_a, REPLICATE, Shard(rank - 2, at_a.outer, at_a.inner))
     for where, back in ((at_a, back_a), (at_b, back_b)):
         if isinstance(where, Shard) and back is not None and back < -2:
-            return _batch(call, a, b, where, back, rank)
+            return _batch(call, first, where, back, rank)
     if isinstance(at_b, Shard) and back_b == -1:
-        return _needs(call, a, b, REPLICATE, at_b, Shard(rank - 1, at_b.outer, at_b.inner))
+        return _needs(call, first, REPLICATE, at_b, Shard(rank - 1, at_b.outer, at_b.inner))
     return Mixes("contracts over tokens")
 
 
-def _batch(call: Call, a: fx.Node, b: fx.Node, where: Shard, back: int, rank: int) -> Decision:
+def _batch(call: Call, first: int, where: Shard, back: int, rank: int) -> Decision:
     wanted: list[Placement] = []
-    for operand in (a, b):
+    for operand in call.operands[first : first + 2]:
         needed = call.as_rows(operand, back, where)
         if needed is None:
             return Mixes("multiplies batches of different numbers of rows")
         wanted.append(needed)
-    return _needs(call, a, b, wanted[0], wanted[1], Shard(rank + back, where.outer, where.inner))
+    return _needs(call, first, wanted[0], wanted[1], Shard(rank + back, where.outer, where.inner))
 
 
-def _needs(call: Call, a: fx.Node, b: fx.Node, at_a: Placement, at_b: Placement, out: Placement) -> Decision:
+def _needs(call: Call, first: int, at_a: Placement, at_b: Placement, out: Placement) -> Decision:
     found: list[Placement] = [REPLICATE] * len(call.operands)
-    first = call.operands.index(a)
-    second = call.operands.index(b, first + 1)
-    found[first], found[second] = at_a, at_b
+    found[first], found[first + 1] = at_a, at_b
     return Local(out, tuple(found))
 
 

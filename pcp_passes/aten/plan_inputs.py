@@ -12,6 +12,7 @@ from torch import fx
 
 from pcp_passes.aten.decision import expression, tensor_of
 from pcp_passes.errors import PcpError
+from pcp_passes.ir import meta
 
 ROWS = "pcp_rows"
 """``i64[M]``: global token of each local row."""
@@ -38,13 +39,13 @@ class PlanInputs:
 def add_plan_inputs(graph: fx.Graph, mode: Any, tokens: torch.SymInt, rows: torch.SymInt) -> PlanInputs:
     """Append the plan inputs to the placeholders of a captured graph (CPU or the device of its first tensor input)."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    device = next((n.meta["val"].device for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)), "cpu")
+    device = next((held.device for n in graph.nodes for held in meta.tensors(n)), torch.device("cpu"))
     added = []
     for name, size in ((ROWS, rows), (RESTORE, tokens)):
         with graph.inserting_after(last):
             last = graph.placeholder(name)
         with mode:
-            last.meta["val"] = torch.empty((size,), dtype=torch.int64, device=device)
+            meta.set_aten_value(last, torch.empty((size,), dtype=torch.int64, device=device))
         added.append(last)
     return plan_inputs(graph)
 

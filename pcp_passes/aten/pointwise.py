@@ -37,7 +37,7 @@ def aligned(call: Call, members: tuple[fx.Node, ...], rank: int) -> Decision:
         if needed is None:
             return Mixes(f"%{member.name} has another number of rows than %{lead.name}, as far as is known")
         wanted[member] = needed
-    return Local(Shard(rank + back, where.outer, where.inner), call.needs(wanted))
+    return Local(Shard(rank + back, where.outer, where.inner), call.needs(wanted, one_role=True))
 
 
 def _weight(node: fx.Node) -> tuple[int, int]:

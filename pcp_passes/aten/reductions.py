@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from pcp_passes.aten.decision import REPLICATE, Call, Decision, Local, Mixes, tensor_of, wrap
+from pcp_passes.aten.pointwise import pointwise
 from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Placement, Shard
 
@@ -16,6 +17,8 @@ def along(call: Call) -> Decision:
     """Along ``dim`` (or ``dims``), reduced or kept; every result of an op with several has the same rows."""
     source = call.operands[0]
     where = call.at(source)
+    if any(a.name == "other" for a in call.node.target._schema.arguments):  # type: ignore[union-attr]
+        return pointwise(call)  # max(a, b) and min(a, b)
     if not isinstance(where, Shard):
         return Mixes("what it works along is not the sharded operand")
     rank = tensor_of(source).dim()

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pcp_passes.aten import experts, indexing, matmuls, pointwise, reductions, views
-from pcp_passes.aten.decision import Call, Decision, Local, Mixes, Rule, argument
+from pcp_passes.aten.decision import Ambiguous, Call, Decision, Local, Mixes, Rule, argument
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import Shard, Tied
@@ -121,7 +121,10 @@ def decide(call: Call, pinned: Container[str] = ()) -> Decision:
 
     ``pinned`` names sorts that may not start a region of sorted rows (see :mod:`pcp_passes.aten.experts`).
     """
-    found = _decide(call, pinned)
+    try:
+        found = _decide(call, pinned)
+    except Ambiguous:
+        return Mixes("uses one tensor in two roles")
     return found if isinstance(found, Mixes) or _sizes_agree(call, found) else Mixes("its sizes contradict its rule")
 
 

@@ -41,10 +41,13 @@ def transpose(call: Call) -> Decision:
     """``transpose(x, dim0, dim1)``, and ``t``, ``mT`` and their like, which exchange two dimensions."""
     where, rank = _source(call)
     names = {a.name for a in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    if "dim0" in names:
-        first, second = wrap(call.arg("dim0"), rank), wrap(call.arg("dim1"), rank)
+    named = next(((a, b) for a, b in (("dim0", "dim1"), ("axis0", "axis1")) if a in names), None)
+    if named:
+        first, second = wrap(call.arg(named[0]), rank), wrap(call.arg(named[1]), rank)
+    elif rank < 2 or (rank > 2 and "numpy_T" in str(call.node.target)):
+        return Mixes("exchanges dimensions in a way that has no rule")
     else:
-        first, second = (0, 1) if rank == 2 else (rank - 2, rank - 1)
+        first, second = rank - 2, rank - 1
     return _moved(call, {first: second, second: first}.get(where.dim, where.dim))
 
 
@@ -200,7 +203,7 @@ def repeat_interleave(call: Call) -> Decision:
     """``repeat_interleave(x, n, dim)``: each token ``n`` times in a row becomes inner values."""
     where, rank = _source(call)
     dim, times = call.arg("dim"), call.arg("repeats")
-    if not isinstance(times, int) or dim is None:
+    if not isinstance(times, int) or dim is None or call.arg("output_size") is not None:
         return Mixes("repeats tokens a number of times that depends on data, or flattens them")
     if wrap(dim, rank) != where.dim:
         return Local(where, call.needs({call.operands[0]: where}))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pcp_passes.errors import PcpError
+from pcp_passes.errors import PcpError, Refusal
 
 app = typer.Typer(help="Prefill context parallelism by graph passes.", no_args_is_help=True, add_completion=False)
 console = Console()
@@ -75,22 +75,42 @@ def plan(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A Hugging Face model folder; its weights are not needed.")],
+    model: Annotated[str, typer.Argument(help="A folder or file with a config.json, or a shipped name: glm-5.2, ...")],
     pcp: Pcp = 2,
-    layers: Annotated[int | None, typer.Option(min=1, help="Capture only this many layers.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that is counted.")] = 32768,
+    layout: Layout = "zigzag",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32, of weights and activations.")] = "bf16",
+    outputs: Annotated[str, typer.Option(help="Logits that leave: last (token), global or local.")] = "last",
+    full: Annotated[bool, typer.Option(help="Capture every layer, not one of each kind.")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Capture in vLLM; only --layers and --pcp apply.")] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="With --vllm: capture only this many layers.")] = None,
     graph: Annotated[bool, typer.Option(help="Print the rewritten graph too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Capture MODEL in vLLM and show what is sharded, gathered and replicated, and why."""
-    from pcp_passes.cli.inspect import inspect_model, render_report
+    """Show what sharding MODEL means: work, collectives, memory, fallbacks. Needs its config.json, no weights.
 
-    report = inspect_model(model, pcp=pcp, layers=layers)
+    Exits with 1 when the model is refused.
+    """
+    from pcp_passes.cli.inspect import inspect_configuration, inspect_in_vllm, render_model, render_vllm
+
+    try:
+        if vllm:
+            data = inspect_in_vllm(model, pcp=pcp, layers=layers)
+            shown, text = render_vllm(data), data["graph"]
+        else:
+            report, text = inspect_configuration(
+                model, pcp=pcp, tokens=tokens, layout=layout, dtype=dtype, outputs=outputs, full=full
+            )
+            data, shown = {**report.to_json(), "graph": text}, render_model(report)
+    except Refusal as refusal:
+        console.print(str(refusal), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from refusal
     if as_json:
-        _emit(report)
+        _emit(data)
         return
-    console.print(render_report(report))
+    console.print(shown)
     if graph:
-        console.out(report["graph"], highlight=False)
+        console.out(text, highlight=False)
 
 
 @app.command()
@@ -229,3 +249,35 @@ def check(dump: DumpPath, imports: Imports = None, as_json: Json = False) -> Non
     else:
         console.print(render_check(result), soft_wrap=True)
     raise typer.Exit(0 if result["healthy"] else 1)
+
+
+@app.command()
+def zoo(
+    types: Annotated[list[str] | None, typer.Argument(help="Model types of transformers, such as llama.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every causal language model of transformers.")] = False,
+    pcp: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,3,4",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths; by default those that suit each model.")] = "",
+    unknown: Annotated[str, typer.Option(help="refuse, or replicate what cannot be known to be sharded.")] = "refuse",
+    jobs: Annotated[int, typer.Option(min=1, help="Models at a time.")] = 1,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one model.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Check tiny models of transformers on simulated ranks. Exits with 1 when one is wrong, fails or proves nothing."""
+    from pcp_passes.cli.zoo import render_zoo, run_zoo
+
+    with Console(stderr=True).status("starting") as status:
+        result = run_zoo(
+            types or [],
+            everything=everything,
+            pcp=_lengths(pcp),
+            lengths=_lengths(lengths) or None,
+            unknown=unknown,
+            jobs=jobs,
+            timeout=timeout,
+            progress=lambda row, done, total: status.update(f"{done} of {total}: {row['type']} {row['verdict']}"),
+        )
+    if as_json:
+        _emit(result)
+    else:
+        console.print(render_zoo(result), soft_wrap=True)
+    raise typer.Exit(1 if result["failed"] else 0)

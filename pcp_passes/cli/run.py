@@ -59,9 +59,11 @@ def run_passes(passes: str, path: Path, out: Path | None = None, pcp: int | None
         if (target / dumps.MANIFEST).exists():
             raise ConfigError(f"{target} holds a dump already; required a folder without one: choose another -o")
         observers.insert(0, DumpObserver(out))
-    pipeline = Pipeline(steps, tuple(observers), given=source.standing)
-    constants = source.dump.read_constants() if source.dump else {}
-    graph = parse_graph(source.text, constants, where=source.name).graph
+    # What its own pipeline kept at every moment is kept here too.
+    always = source.standing & (invariants.ALWAYS | invariants.ON_TOKENS)
+    pipeline = Pipeline(steps, tuple(observers), always=always, given=source.standing)
+    constants, hints = (source.dump.read_constants(), source.dump.hints) if source.dump else ({}, {})
+    graph = parse_graph(source.text, constants, where=source.name, hints=hints).graph
     before = len(graph.nodes)
     results = pipeline.run_graph(graph, ctx).results
     return {
@@ -92,7 +94,7 @@ def find_source(path: Path, pcp: int | None) -> Source:
             return Source(text, f"{dump.folder.name}/{path.name}", dump.ctx, listed.standing, dump)
     if pcp is None:
         raise DumpError(f"{path} has no manifest beside it that says for how many ranks it is; give --pcp")
-    return Source(text, path.name, PassContext(pcp), invariants.OF_A_CAPTURE)
+    return Source(text, path.name, PassContext(pcp), invariants.OF_A_CAPTURE | invariants.ON_TOKENS)
 
 
 def _note(note: str | Note) -> dict[str, str]:
@@ -113,6 +115,5 @@ def render_run(data: dict[str, Any]) -> RenderableType:
         table.add_row(step["pass"], str(step["rewrites"]), Text("\n".join(shown)))
     before, after = data["nodes"]
     written = f"; written to {data['dump']}" if data["dump"] else "; nothing written (give -o FOLDER)"
-    return Lines(
-        Text(f"{data['source']} over {data['ctx']['pcp']} ranks"), table, Text(f"{before} nodes before, {after} after; every invariant that stands was checked{written}"),
-    )  # fmt: skip
+    summary = f"{before} nodes before, {after} after; every invariant that stands was checked{written}"
+    return Lines(Text(f"{data['source']} over {data['ctx']['pcp']} ranks"), table, Text(summary))

@@ -6,8 +6,9 @@ minutes. Two layers are of one kind when their modules have the same classes, si
 list of the configuration has the same entry for both. A setting that is the layer's own number says nothing.
 
 The kept layers stay in the model's order, and of each kind the first is kept: a layer that reuses what an earlier one
-made (GLM's shared top-k indices) comes after one that makes it. The last layer is a kind of its own: where only the last
-token's logits leave, it computes only that token.
+made (GLM's shared top-k indices) comes after one that makes it. The outer layers are kinds of their own: what the first
+needs whole it may compute from the token numbers, and where only the last token's logits leave, the last layer computes
+only that token.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class LayerStack:
     path: str
     kinds: tuple[LayerKind, ...]
 
+    def each_apart(self) -> LayerStack:
+        """The same layers with a kind for each of them."""
+        apart = [LayerKind(f"{number}: {kind.label}", (number,)) for kind in self.kinds for number in kind.layers]
+        return LayerStack(self.path, tuple(sorted(apart, key=lambda kind: kind.layers)))
+
     def captured(self) -> tuple[int, ...]:
         """The layers that stand for their kinds, by their numbers in the model."""
         return tuple(kind.layers[0] for kind in self.kinds)
@@ -89,10 +95,10 @@ def find_stack(model: nn.Module, config: Any) -> LayerStack:
         groups.setdefault((entries[index], told), []).append(index)
     kinds: list[LayerKind] = []
     for label, members in zip(_labels(list(groups)), groups.values(), strict=True):
-        ending = members[-1] == count - 1
-        before = members[:-1] if ending else members
-        kinds += [LayerKind(label, tuple(before))] if before else []
-        kinds += [LayerKind(f"{label}, last", (count - 1,))] if ending else []
+        inner = tuple(number for number in members if 0 < number < count - 1)
+        kinds += [LayerKind(label, inner)] if inner else []
+        outer = sorted(set(members) - set(inner))
+        kinds += [LayerKind(f"{label}, {'first' if number == 0 else 'last'}", (number,)) for number in outer]
     return LayerStack(path, tuple(sorted(kinds, key=lambda kind: kind.layers[0])))
 
 

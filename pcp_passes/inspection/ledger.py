@@ -24,12 +24,18 @@ from pcp_passes.passes.lower_restores import LowerRestores
 from pcp_passes.passes.pipeline import Event
 from pcp_passes.passes.propagate_placements import PropagatePlacements, effective
 
-Category = Literal["sharded", "repeated", "fallback", "replicated", "moving"]
-CATEGORIES: tuple[Category, ...] = ("sharded", "repeated", "fallback", "replicated", "moving")
-"""On a rank's rows; computed whole because of a gather choice; whole because an op mixes tokens; whole because it has
-no token rows (positions, masks, weights); packing, ordering and unpacking of what is gathered."""
+Category = Literal["sharded", "repeated", "fallback", "chosen", "replicated", "moving"]
+CATEGORIES: tuple[Category, ...] = ("sharded", "repeated", "fallback", "chosen", "replicated", "moving")
+"""Why a rank runs a node: on its own rows; whole because of a gather choice; whole because an op mixes tokens; for
+chosen tokens alone, as the last one; whole because it has no token rows (positions, masks, weights); packing, ordering
+and unpacking of what is gathered."""
+
+_CHOOSES = ("aten::slice", "aten::select", "aten::index_select", "aten::index", "aten::narrow")
 
 _ATTENTIONS = ("pcp::attend", "aten::scaled_dot_product_attention")
+
+_BOUNDS = (("left", -1), ("right", 0), ("chunk", 0))
+"""Options of ``pcp::attend``, with their defaults."""
 
 Place = tuple[int | None, str]
 """Number of the captured layer (``None`` outside all layers), and the module path within it."""
@@ -119,6 +125,7 @@ class Ledger:
         stack: tells layers apart in module paths.
         whole: cost of all tokens on one rank, by place.
         ranks: cost of one rank of the rewritten graph, by place and category.
+        places: where each node of the graph of all tokens is filed, by its name.
         live_whole, live: bytes of the largest set of values that are needed at one time, without inputs.
     """
 
@@ -130,6 +137,7 @@ class Ledger:
     fallbacks: list[Fallback] = field(default_factory=list)
     live_whole: int = 0
     live: int = 0
+    places: dict[str, Place] = field(default_factory=dict)
     _placed: dict[str, Category] = field(default_factory=dict)
     _layer_of_input: dict[str, int] = field(default_factory=dict)
 
@@ -159,20 +167,19 @@ class Ledger:
         return None, path
 
     def _read_placed(self, graph: fx.Graph) -> None:
-        fallen: set[fx.Node] = set()
+        whole: dict[fx.Node, Category] = {}
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            self.whole[self.place(node)] += cost_of(node)
-            reason = meta.info(node).reason
+            place = self.places[node.name] = self.place(node)
+            self.whole[place] += cost_of(node)
             if any(where != REPLICATE for where in meta.placements(node)):
                 self._placed[node.name] = "sharded"
                 continue
-            if reason:
+            reason = meta.info(node).reason
+            self._placed[node.name] = whole[node] = _why_whole(node, reason, whole)
+            if reason and whole[node] == "fallback":
                 self.fallbacks.append(self._fallback(node, reason))
-            if reason or any(source in fallen for source in node.all_input_nodes):
-                fallen.add(node)
-            self._placed[node.name] = "fallback" if node in fallen else "replicated"
         self.live_whole = peak_live_bytes(graph)
 
     def _fallback(self, node: fx.Node, reason: str) -> Fallback:
@@ -221,8 +228,17 @@ class Ledger:
         if rules.op_name(node) != "pcp::attend":
             return Attend(place, Sight(explicit=True), pair, rows, local)
         options = node.kwargs
-        left, right, chunk = (_integer(options.get(key, base)) for key, base in (("left", -1), ("right", 0), ("chunk", 0)))
+        left, right, chunk = (_integer(options.get(key, base)) for key, base in _BOUNDS)
         return Attend(place, Sight(left, right, chunk), pair, rows, local)
+
+
+def _why_whole(node: fx.Node, reason: str | None, known: Mapping[fx.Node, Category]) -> Category:
+    """Why a node is replicated, given why its operands are."""
+    sources = {known[source] for source in node.all_input_nodes if source in known}
+    few = not any(isinstance(size, torch.SymInt) for held in meta.tensors(node) for size in held.shape)
+    if few and "fallback" not in sources and ("chosen" in sources or (reason and rules.op_name(node) in _CHOOSES)):
+        return "chosen"
+    return "fallback" if reason or sources & {"fallback", "chosen"} else "replicated"
 
 
 def _integer(found: Any) -> int:

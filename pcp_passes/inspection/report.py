@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pcp_passes.inspection.ledger import CATEGORIES, Category, Cost
 
@@ -94,10 +95,14 @@ class FallbackLine:
 
 @dataclass(frozen=True)
 class ChoiceLine:
-    """What is gathered for what, as ``insert-reshards`` decided it."""
+    """What is gathered for what, as ``insert-reshards`` decided it for the captured layers.
 
-    kind: str
-    times: int
+    Attributes:
+        kinds: the kinds of layers that it is about; several where one decision covers more than one layer.
+        module: of the first value that is needed whole.
+    """
+
+    kinds: tuple[str, ...]
     module: str
     text: str
 
@@ -129,7 +134,8 @@ class ModelReport:
     Attributes:
         tokens: T, of one prompt.
         rows: M, rows of each rank, padding included; ``real_rows`` without, for each rank.
-        full: every layer was captured; else one of each kind, and multiplied.
+        full: every layer was captured, and is a kind of its own; else one of each kind was, and is multiplied.
+        notes: what a reader of the figures has to know.
         seconds: time spent, by step.
     """
 
@@ -150,6 +156,7 @@ class ModelReport:
     fallbacks: tuple[FallbackLine, ...]
     choices: tuple[ChoiceLine, ...]
     memory: Memory
+    notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -219,12 +226,3 @@ class ModelReport:
             "bound_seen": self.bound_seen,
         }
         return {**asdict(self), "totals": totals, "unit": "operations and bytes of one prefill"}
-
-    def lines(self) -> Iterator[str]:
-        """The totals as text, one line at a time."""
-        spent, whole = self.by_category(), self.whole.products
-        yield f"{self.model}: {self.tokens} tokens on {self.pcp} ranks, {self.rows} rows a rank ({self.layout})"
-        for name, cost in spent.items():
-            yield f"  {name:<10} {cost.products:>24,} of {whole:,} operations in products, {cost.elements:,} others"
-        yield f"  {self.collectives} collectives, {self.sent:,} bytes sent by each rank"
-        yield f"  at most {self.bound_seen:.2f} times as fast; attention imbalance {self.imbalance:.3f}"

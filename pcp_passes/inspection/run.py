@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration to its report: build on ``meta``, capture, rewrite, count, multiply."""
+"""From a configuration to its report: build without weights, capture, rewrite, count, multiply."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pcp_passes.aten.gather_points import BALANCE
 from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.plan import TokenPlan, build_plan
-from pcp_passes.inspection.layers import LayerKind, LayerStack, find_stack, keep_one_of_each
+from pcp_passes.inspection.layers import LayerStack, find_stack, keep_one_of_each
 from pcp_passes.inspection.ledger import Attend, Cost, Gather, Ledger, Place
-from pcp_passes.inspection.meta_model import build_on_meta, capture_model
 from pcp_passes.inspection.report import (
     OUTSIDE,
     AttentionLine,
@@ -28,6 +29,7 @@ from pcp_passes.inspection.report import (
     ModelReport,
     PartLine,
 )
+from pcp_passes.inspection.weightless import build_weightless, capture_model
 from pcp_passes.passes.base import Note, PassContext
 from pcp_passes.passes.insert_reshards import InsertReshards
 from pcp_passes.passes.tokens import Outputs, Rewritten, TokenOptions, rewrite_tokens
@@ -48,6 +50,7 @@ def inspect_config(
     dtype: str = "bf16",
     outputs: Outputs = "last",
     full: bool = False,
+    balance: float | None = None,
 ) -> tuple[ModelReport, fx.GraphModule]:
     """Inspect a model of which only the configuration is known.
 
@@ -60,6 +63,7 @@ def inspect_config(
         dtype: of weights and activations.
         outputs: the logits that are returned: of the last token, of all, or each rank its own.
         full: capture every layer instead of one of each kind.
+        balance: operations that one byte of a gather is worth; by default those of a data-centre GPU.
 
     Returns:
         The report, and the rewritten graph (of the layers that were captured).
@@ -75,35 +79,32 @@ def inspect_config(
     plan = build_plan(tokens, pcp, layout)
     clock = _Clock()
     with clock("build"):
-        model, live = build_on_meta(config, DTYPES[dtype])
+        built = build_weightless(config, DTYPES[dtype])
+        model = built.model
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         parameters = sum(p.numel() for p in model.parameters())
-        stack = find_stack(model, live)
+        stack = find_stack(model, built.config)
         sizes = _layer_sizes(model, stack)
-        if stack.path and not full:
-            keep_one_of_each(model, live, stack)
+        if full:
+            stack = stack.each_apart()
+        elif stack.path:
+            keep_one_of_each(model, built.config, stack)
     with clock("capture"):
-        captured = capture_model(model, tokens, plan.num_rows)
+        captured = capture_model(built, tokens, plan.num_rows)
     ledger = Ledger(stack)
     placeholders = captured.gm.graph.find_nodes(op="placeholder")
     ledger.name_inputs({n.name: given.source for n, given in zip(placeholders, captured.inputs, strict=True)})
+    options = TokenOptions(outputs=outputs, balance=balance or BALANCE["cuda"])
     with clock("rewrite"):
-        rewritten = rewrite_tokens(
-            captured.gm, captured.space, PassContext(pcp), options=TokenOptions(outputs=outputs), observers=(ledger,)
-        )
-    if not any("sharded" in held for held in ledger.ranks.values()):
-        raise Refusal(
-            "nothing of this model is sharded: it has no embedding, or tokens never become rows of activations.",
-            [("next", "run it replicated, or look at its graph with --graph")],
-        )
-    counted = _Counted(stack, full, plan, ledger)
+        rewritten = rewrite_tokens(captured.gm, captured.space, PassContext(pcp), options=options, observers=(ledger,))
+    counted = _Counted(stack, plan, ledger)
     report = ModelReport(
         model=name or str(config["model_type"]), model_type=str(config["model_type"]), dtype=dtype, pcp=pcp,
         layout=layout, outputs=outputs, tokens=tokens, rows=plan.num_rows, real_rows=plan.real, full=full,
         kinds=tuple(KindLine(k.label, k.times, k.layers[0], sizes[k.layers[0]]) for k in stack.kinds),
         parts=tuple(counted.parts()), gathers=tuple(counted.gathers()), attention=tuple(counted.attention()),
         fallbacks=tuple(counted.fallbacks()), choices=tuple(counted.choices(rewritten)),
-        memory=counted.memory(weights, parameters), seconds=clock.spent,
+        memory=counted.memory(weights, parameters), notes=tuple(counted.notes()), seconds=clock.spent,
     )  # fmt: skip
     return report, rewritten.gm
 
@@ -127,19 +128,14 @@ def _layer_sizes(model: nn.Module, stack: LayerStack) -> list[int]:
 class _Counted:
     """Turns what was counted in captured layers into lines that say how often each occurs."""
 
-    def __init__(self, stack: LayerStack, full: bool, plan: TokenPlan, ledger: Ledger) -> None:
-        self._plan, self._ledger = plan, ledger
-        self._kinds: dict[int, LayerKind] = {}
-        for place, kind in enumerate(stack.kinds):
-            for number in kind.layers if full else (place,):
-                self._kinds[number] = kind
-        self._full = full
+    def __init__(self, stack: LayerStack, plan: TokenPlan, ledger: Ledger) -> None:
+        self._kinds, self._plan, self._ledger = stack.kinds, plan, ledger
         self._require_every_layer()
 
     def _require_every_layer(self) -> None:
         """A layer whose nodes are filed elsewhere would be left out when layers are multiplied."""
         seen = {number for number, _ in self._ledger.whole}
-        missing = [kind.label for number, kind in self._kinds.items() if number not in seen]
+        missing = [kind.label for number, kind in enumerate(self._kinds) if number not in seen]
         if missing:
             raise Refusal(
                 "the captured graph does not say which nodes belong to which layer.",
@@ -147,45 +143,29 @@ class _Counted:
             )
 
     def _times(self, place: Place) -> tuple[str, int]:
-        """Kind of a place, and how often it occurs: with all layers captured, each stands for itself."""
+        """Kind of a place, and how often it occurs."""
         number = place[0]
-        if number is None:
-            return OUTSIDE, 1
-        kind = self._kinds[number]
-        return kind.label, 1 if self._full else kind.times
+        return (OUTSIDE, 1) if number is None else (self._kinds[number].label, self._kinds[number].times)
 
     def parts(self) -> Iterator[PartLine]:
-        """One line for each module of each captured layer; layers that are captured in full are added up by kind."""
-        ledger = self._ledger
-        whole: dict[tuple[str, int, str], Cost] = defaultdict(Cost)
-        rank: dict[tuple[str, int, str], dict[Any, Cost]] = defaultdict(dict)
-        for place in dict.fromkeys([*ledger.whole, *ledger.ranks]):
-            key = (*self._times(place), place[1])
-            whole[key] += ledger.whole.get(place, Cost())
-            for name, cost in ledger.ranks.get(place, {}).items():
-                rank[key][name] = rank[key].get(name, Cost()) + cost
-        for key, cost in whole.items():
-            yield PartLine(*key, cost, rank[key])
+        """One line for each module of each captured layer."""
+        whole, ranks = self._ledger.whole, self._ledger.ranks
+        for place in dict.fromkeys([*whole, *ranks]):
+            yield PartLine(*self._times(place), place[1], whole.get(place, Cost()), ranks.get(place, {}))
 
     def gathers(self) -> Iterator[GatherLine]:
-        """Collectives of equal size in one module and kind are one line."""
-        groups: dict[tuple[Any, ...], list[Gather]] = defaultdict(list)
+        """Collectives of one dtype in one module are one line."""
+        groups: dict[tuple[Place, str, str], list[Gather]] = defaultdict(list)
         for gather in self._ledger.gathers:
-            groups[(*self._times(gather.place), gather.place[1], gather.op, gather.dtype)].append(gather)
-        for key, members in groups.items():
-            yield GatherLine(*key, count=len(members), sent=sum(member.sent for member in members))
+            groups[gather.place, gather.op, gather.dtype].append(gather)
+        for (place, op, dtype), members in groups.items():
+            sent = sum(member.sent for member in members)
+            yield GatherLine(*self._times(place), place[1], op, dtype, len(members), sent)
 
     def attention(self) -> Iterator[AttentionLine]:
-        """One line for each attention; equal ones of one kind, when all layers are captured, are one line."""
-        lines: dict[tuple[Any, ...], AttentionLine] = {}
+        """One line for each attention of each captured layer."""
         for attend in self._ledger.attends:
-            kind, times = self._times(attend.place)
-            line = self._attention_line(attend, kind, times)
-            key = (kind, line.module, line.sees, line.cached, line.work)
-            before = lines.get(key)
-            merged = times + (before.times if before is not None and self._full else 0)
-            lines[key if self._full else (*key, len(lines))] = AttentionLine(**{**vars(line), "times": merged})
-        yield from lines.values()
+            yield self._attention_line(attend, *self._times(attend.place))
 
     def _attention_line(self, attend: Attend, kind: str, times: int) -> AttentionLine:
         plan, sight = self._plan, attend.sight
@@ -220,13 +200,29 @@ class _Counted:
 
     def choices(self, rewritten: Rewritten) -> Iterator[ChoiceLine]:
         """What ``insert-reshards`` noted."""
-        notes = [note for name, result in rewritten.passes.results if name == InsertReshards.name for note in result.notes]
-        stack = self._ledger.stack
-        for note in notes:
-            if isinstance(note, Note):
-                number = stack.number_in(note.module)
-                place = (number, stack.within(note.module) if number is not None else note.module)
-                yield ChoiceLine(*self._times(place), place[1], note.text)
+        ledger = self._ledger
+        found = next(result for name, result in rewritten.passes.results if name == InsertReshards.name)
+        for note in found.notes:
+            if not isinstance(note, Note):
+                continue
+            named = [note.node, *re.findall(r"%(\w+)", note.text)]
+            places = [ledger.places[name] for name in named if name in ledger.places]
+            kinds = dict.fromkeys(self._times(place)[0] for place in places)
+            yield ChoiceLine(tuple(kinds), places[0][1] if places else note.module, note.text)
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of the figures has to know."""
+        ledger = self._ledger
+        if not any("sharded" in held for held in ledger.ranks.values()):
+            yield "nothing is sharded: every rank runs the whole model"
+        gathering = {gather.place[0] for gather in ledger.gathers if gather.rows}
+        for number in sorted({a.place[0] for a in ledger.attends if a.local and a.place[0] is not None} - gathering):
+            kind = self._kinds[number]
+            if kind.times > 1:
+                yield (
+                    f"the layers '{kind.label}' gather nothing: what they need whole is computed from what another "
+                    "layer gathers, so figures multiplied by the number of layers are approximate (--full is exact)"
+                )
 
     def memory(self, weights: int, parameters: int) -> Memory:
         """Bytes of one rank."""

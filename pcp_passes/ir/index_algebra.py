@@ -12,8 +12,9 @@ check it at run time with :func:`holds`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,11 +28,17 @@ from pcp_passes.ir.index_sources import SOURCES, of_constant
 from pcp_passes.ir.index_values import IndexValue, simplify
 from pcp_passes.ir.predicates import Unknown
 
-Assumption = Literal["iota", "ones", "zeros", "tril"]
-"""``iota``: each element is its index along the last dim. ``tril``: true, or 1, where column <= row, else 0."""
+Assumption = str
+"""What a tensor holds, in words that survive a dump:
+
+- ``iota``: each element is its index along the last dim;
+- ``ones``, ``zeros``;
+- ``tril``: true, or 1, where column <= row, else 0;
+- ``window N``: true, or 1, where column <= row < column + N, else 0.
+"""
 
 _HANDLERS: dict[str, Handler] = {f"aten::{name}": handler for name, handler in (SOURCES | POINTWISE | MOVES).items()}
-_FLAT: tuple[Assumption, ...] = ("ones", "zeros")
+_WINDOW = re.compile(r"window ([1-9]\d*)")
 _EMBEDDINGS = ("aten::embedding",)
 _VIEWS = ("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::_assert_tensor_metadata")
 
@@ -117,29 +124,37 @@ def _attribute(node: fx.Node) -> IndexValue | None:
 
 def _assumed(node: fx.Node, assumption: Assumption) -> IndexValue:
     held = meta.tensor(node)
-    if assumption not in get_args(Assumption):
-        raise ConfigError(f"assume[{node.name!r}] is {assumption!r}; required one of {', '.join(get_args(Assumption))}")
-    if held is None or held.dim() < (2 if assumption == "tril" else 1):
-        raise ConfigError(f"assume[{node.name!r}] is {assumption!r}, but the input is no tensor with enough dimensions")
-    shape = sizes(held)
-    rows, columns = p.index(held.dim() - 2), p.index(held.dim() - 1)
-    exprs: dict[Assumption, p.Expr] = {"iota": columns, "ones": p.ONE, "zeros": p.ZERO}
+    found = f"assume[{node.name!r}] is {assumption!r}"
+    window = _WINDOW.fullmatch(assumption)
+    if window is None and assumption not in ("iota", "ones", "zeros", "tril"):
+        raise ConfigError(f"{found}; required one of iota, ones, zeros, tril, window N")
+    if held is None or held.dim() < (2 if window or assumption == "tril" else 1):
+        raise ConfigError(f"{found}, but the input is no tensor with enough dimensions; leave it out")
+    gap = p.combine(p.index(held.dim() - 2), p.index(held.dim() - 1), -1)
+    exprs: dict[str, p.Expr] = {"iota": p.index(held.dim() - 1), "ones": p.ONE, "zeros": p.ZERO, "tril": p.ge(gap)}
+    expr = exprs.get(assumption) or p.all_of((p.ge(gap), p.ge(p.combine(p.constant(_width(assumption) - 1), gap, -1))))
     try:
-        return _value(held, shape, exprs.get(assumption) or p.ge(p.combine(rows, columns, -1)))
+        return _value(held, sizes(held), expr)
     except Unknown as error:
-        found = f"assume[{node.name!r}] is {assumption!r}"
         raise ConfigError(f"{found}, which its dtype {held.dtype} cannot hold; leave it out") from error
+
+
+def _width(assumption: Assumption) -> int:
+    window = _WINDOW.fullmatch(assumption)
+    assert window is not None, f"{assumption!r} is no window"
+    return int(window.group(1))
 
 
 def holds(assumption: Assumption, tensor: torch.Tensor) -> bool:
     """Whether a real tensor is what an assumption says. Reads its elements (on a GPU: waits for them)."""
-    if assumption in _FLAT:
+    if assumption in ("ones", "zeros"):
         return bool((tensor == (assumption == "ones")).all())
     columns = torch.arange(tensor.shape[-1], device=tensor.device)
     if assumption == "iota":
         return bool((tensor == columns).all())
-    rows = torch.arange(tensor.shape[-2], device=tensor.device)
-    return bool((tensor == (columns <= rows[:, None]).to(tensor.dtype)).all())
+    gap = torch.arange(tensor.shape[-2], device=tensor.device)[:, None] - columns
+    inside = gap >= 0 if assumption == "tril" else (gap >= 0) & (gap < _width(assumption))
+    return bool((tensor == inside.to(tensor.dtype)).all())
 
 
 def recognise(tensor: torch.Tensor) -> Assumption | None:
@@ -149,9 +164,12 @@ def recognise(tensor: torch.Tensor) -> Assumption | None:
     if tensor.shape[-1] > 1:
         if not tensor.is_floating_point() and tensor.dtype != torch.bool and holds("iota", tensor):
             return "iota"
-        if tensor.dim() >= 2 and tensor.shape[-2] > 1 and holds("tril", tensor):
-            return "tril"
-    return next((one for one in _FLAT if holds(one, tensor)), None)
+        if tensor.dim() >= 2 and tensor.shape[-2] > 1:
+            seen = int(tensor[(0,) * (tensor.dim() - 2)][:, 0].to(torch.bool).sum())  # rows that see the first key
+            for one in ("tril", f"window {seen}") if seen else ():
+                if holds(one, tensor):
+                    return one
+    return next((one for one in ("ones", "zeros") if holds(one, tensor)), None)
 
 
 def assumptions_wanted(graph: fx.Graph) -> dict[str, tuple[Assumption, ...]]:

@@ -44,7 +44,8 @@ Offence = tuple[fx.Node, str]
 Check = Callable[[fx.Graph, "PassContext"], None]
 
 
-def _require(name: str, rule: str, offences: Iterable[Offence]) -> None:
+def require(name: str, rule: str, offences: Iterable[Offence]) -> None:
+    """Raise :class:`InvariantError` with every offender, or return when there is none."""
     found = list(offences)
     if not found:
         return
@@ -73,7 +74,7 @@ def well_formed(graph: fx.Graph, ctx: PassContext) -> None:
             offences.append((node, "an input after the first computation"))
         if meta.info(node).created_by and not node.users and not rules.mutated_arguments(node):
             offences.append((node, "inserted by a pass and used by nothing"))
-    _require(WELL_FORMED, "inputs come first and every inserted node is used", offences)
+    require(WELL_FORMED, "inputs come first and every inserted node is used", offences)
 
 
 def meta_fresh(graph: fx.Graph, ctx: PassContext) -> None:
@@ -81,13 +82,13 @@ def meta_fresh(graph: fx.Graph, ctx: PassContext) -> None:
     near = [n for n in graph.nodes if meta.info(n).created_by or any(map(_inserted, n.all_input_nodes))]
     seen: _Seen = {}
     offences = (_stale(node, seen) for node in near)
-    _require(META_FRESH, "a node's value is what its operands give", filter(None, offences))
+    require(META_FRESH, "a node's value is what its operands give", filter(None, offences))
 
 
 def meta_fresh_full(graph: fx.Graph, ctx: PassContext) -> None:
     """:func:`meta_fresh` for every node: about a millisecond each, so for tests."""
     offences = (_stale(node, {}) for node in graph.nodes)
-    _require(META_FRESH, "a node's value is what its operands give", filter(None, offences))
+    require(META_FRESH, "a node's value is what its operands give", filter(None, offences))
 
 
 def _inserted(node: fx.Node) -> bool:
@@ -128,7 +129,7 @@ def _signature(value: object) -> list[Any]:
 
 def placed(graph: fx.Graph, ctx: PassContext) -> None:
     """Every node with a tensor value has a placement."""
-    _require(PLACED, "every tensor has a placement", (
+    require(PLACED, "every tensor has a placement", (
         (node, "no placement") for node in graph.nodes
         if node.op != "output" and meta.holds_tensor(node) and meta.placement(node) is None
     ))  # fmt: skip
@@ -155,7 +156,7 @@ def conflict_free(graph: fx.Graph, ctx: PassContext) -> None:
             if isinstance(rows, fx.Node) and meta.placement(rows) != wanted:
                 found = f"operand {position}, %{rows.name}, is {meta.placement(rows)}"
                 offences.append((node, f"{found}; required {wanted}: {why}"))
-    _require(CONFLICT_FREE, "every operand has the placement its op needs", offences)
+    require(CONFLICT_FREE, "every operand has the placement its op needs", offences)
 
 
 def order_known(graph: fx.Graph, ctx: PassContext) -> None:
@@ -173,7 +174,7 @@ def order_known(graph: fx.Graph, ctx: PassContext) -> None:
             offences.append((node, "stated rank_major, but nothing it reads was gathered"))
         if (makes or inherits) and not stated:
             offences.append((node, f"holds gathered rows, but is stated {meta.placement(node)}"))
-    _require(ORDER_KNOWN, "the order of rows is stated where it changes and kept after", offences)
+    require(ORDER_KNOWN, "the order of rows is stated where it changes and kept after", offences)
 
 
 def coalesced(graph: fx.Graph, ctx: PassContext) -> None:
@@ -188,7 +189,7 @@ def coalesced(graph: fx.Graph, ctx: PassContext) -> None:
         kinds = [tensor.dtype for source in sources for tensor in list(meta.tensors(source))[:1]]
         if len(kinds) > len(set(kinds)):
             offences.append((node, f"{len(kinds)} collectives for {len(set(kinds))} dtype(s)"))
-    _require(COALESCED, "the rows of one cache write ride in one collective per dtype", offences)
+    require(COALESCED, "the rows of one cache write ride in one collective per dtype", offences)
 
 
 def gather_of(operand: fx.Node) -> fx.Node | None:
@@ -211,7 +212,7 @@ def padding_defined(graph: fx.Graph, ctx: PassContext) -> None:
         buffer = rules.argument(node, rule.output)
         if not buffers.is_zero_filled(buffers.base_of(buffer)) and not buffers.filled_before(buffer, node):
             offences.append((node, f"its output buffer %{buffer.name} is not zero-filled"))
-    _require(PADDING_DEFINED, "padded rows of an attention output are defined", offences)
+    require(PADDING_DEFINED, "padded rows of an attention output are defined", offences)
 
 
 def equal_collectives(graph: fx.Graph, ctx: PassContext) -> None:
@@ -220,7 +221,7 @@ def equal_collectives(graph: fx.Graph, ctx: PassContext) -> None:
     for node in graph.nodes:
         if is_collective(node) or is_marker(node):
             offences += [(node, why) for why in _unequal(node, ctx)]
-    _require(EQUAL_COLLECTIVES, "all ranks give a collective the same shape", offences)
+    require(EQUAL_COLLECTIVES, "all ranks give a collective the same shape", offences)
 
 
 def _unequal(node: fx.Node, ctx: PassContext) -> Iterable[str]:
@@ -242,7 +243,7 @@ def _unequal(node: fx.Node, ctx: PassContext) -> Iterable[str]:
 
 def lowered(graph: fx.Graph, ctx: PassContext) -> None:
     """No reshard marker is left."""
-    _require(LOWERED, "no marker is left", ((n, "a marker has no body") for n in graph.nodes if is_marker(n)))
+    require(LOWERED, "no marker is left", ((n, "a marker has no body") for n in graph.nodes if is_marker(n)))
 
 
 def rank_free(graph: fx.Graph, ctx: PassContext) -> None:
@@ -257,12 +258,12 @@ def rank_free(graph: fx.Graph, ctx: PassContext) -> None:
             offences.append((node, "an inserted node names one device"))
         if rules.op_name(node).partition("::")[2] in ("get_rank", "get_node_local_rank", "get_group_rank"):
             offences.append((node, "asks for the rank"))
-    _require(RANK_FREE, "graph text is the same on every rank", offences)
+    require(RANK_FREE, "graph text is the same on every rank", offences)
 
 
 def one_symbol(graph: fx.Graph, ctx: PassContext) -> None:
     """``P*M`` stays an expression: no pass adds an input or a size node, so no piece has ``P*M`` as its first size."""
-    _require(ONE_SYMBOL, "passes add no inputs and no sizes", (
+    require(ONE_SYMBOL, "passes add no inputs and no sizes", (
         (node, "an inserted input" if node.op == "placeholder" else "an inserted node whose value is a size")
         for node in graph.nodes
         if _inserted(node) and (node.op == "placeholder" or isinstance(meta.value(node), (torch.SymInt, int)))
@@ -285,7 +286,7 @@ def no_new_alias(graph: fx.Graph, ctx: PassContext) -> None:
                 offences.append((operand, "inserted, and returned by the graph"))
         for target in rules.mutated_arguments(node):
             written.update(dict.fromkeys(_storages(target), node))
-    _require(NO_NEW_ALIAS, "passes share no storage with what is written or returned", offences)
+    require(NO_NEW_ALIAS, "passes share no storage with what is written or returned", offences)
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -304,7 +305,7 @@ def no_partial_out(graph: fx.Graph, ctx: PassContext) -> None:
             fakes.has_token_symbol(t.shape[where.dim]) for t in meta.tensors(result) if t.dim() > where.dim
         ):
             offences.append((result, "an output stated shard without a token dimension"))
-    _require(NO_PARTIAL_OUT, "outputs are rank-local rows or replicated", offences)
+    require(NO_PARTIAL_OUT, "outputs are rank-local rows or replicated", offences)
 
 
 INVARIANTS: dict[str, Check] = {
@@ -329,6 +330,10 @@ OF_A_CAPTURE: frozenset[str] = frozenset({LOWERED, COALESCED})
 
 ALWAYS: frozenset[str] = frozenset({WELL_FORMED, META_FRESH, RANK_FREE, ONE_SYMBOL, NO_NEW_ALIAS, NO_PARTIAL_OUT})
 """What no pass may break, even for a moment."""
+
+
+ON_TOKENS: frozenset[str] = frozenset({WELL_FORMED, META_FRESH, RANK_FREE})
+"""The same for a graph of all tokens, which has plan inputs, sizes of its own, and returns what it gathered."""
 
 
 def check(names: Iterable[str], graph: fx.Graph, ctx: PassContext) -> None:

@@ -124,6 +124,16 @@ def set_value(node: fx.Node, new: object) -> None:
     node.meta[key] = new
 
 
+def set_aten_value(node: fx.Node, new: object) -> None:
+    """State the value of a node of an ATen graph that has no operand to learn the key from."""
+    node.meta["val"] = new
+
+
+def duplicate(node: fx.Node, copy: fx.Node) -> None:
+    """Give the copy of a node everything the node has."""
+    copy.meta = dict(node.meta)
+
+
 def tensor(node: object) -> torch.Tensor | None:
     """The node's value when it is a single tensor."""
     found = value(node) if isinstance(node, fx.Node) else None

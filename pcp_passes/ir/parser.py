@@ -23,7 +23,7 @@ from torch import fx, nn
 from pcp_passes.errors import DumpError
 from pcp_passes.ir import fakes, meta, targets
 from pcp_passes.ir.opaque import Layer, UnknownOp, UnknownValue, UnreadConstant
-from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard
+from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard, Tied
 from pcp_passes.ir.printer import DTYPES, constant_digest, type_text
 from pcp_passes.ir.symbols import Symbols, layer_object
 from pcp_passes.ir.syntax import Ref, Statement, read_statements
@@ -63,7 +63,12 @@ class Parsed:
 
 
 def parse_graph(
-    text: str, constants: Mapping[str, torch.Tensor] | None = None, *, strict: bool = True, where: str = "graph"
+    text: str,
+    constants: Mapping[str, torch.Tensor] | None = None,
+    *,
+    strict: bool = True,
+    where: str = "graph",
+    hints: Mapping[str, int] | None = None,
 ) -> Parsed:
     """Read a printed graph.
 
@@ -72,12 +77,13 @@ def parse_graph(
         constants: ``"name#digest"`` to tensor, for small constants held as attributes; others are stand-ins.
         strict: refuse what is not loaded here; otherwise put an opaque stand-in in its place.
         where: what to call the text in an error: a file name.
+        hints: sizes that passes may assume for their estimates, by symbol: ``{"sT": 4096}``.
 
     Raises:
         DumpError: the text is no printed graph, or (``strict``) names something that may not be called or is not
             loaded; says which line, what was found, and what to do.
     """
-    reader = _Reader(constants or {}, strict, where)
+    reader = _Reader(constants or {}, strict, where, Symbols(hints))
     with torch.no_grad():
         for statement in read_statements(text, where):
             reader.add(statement)
@@ -87,9 +93,8 @@ def parse_graph(
 
 
 class _Reader:
-    def __init__(self, constants: Mapping[str, torch.Tensor], strict: bool, where: str) -> None:
-        self.constants, self.strict, self.where = constants, strict, where
-        self.symbols = Symbols()
+    def __init__(self, constants: Mapping[str, torch.Tensor], strict: bool, where: str, symbols: Symbols) -> None:
+        self.constants, self.strict, self.where, self.symbols = constants, strict, where, symbols
         self.root = nn.Module()
         self.graph = fx.Graph(owning_module=self.root)  # type: ignore[arg-type]
         self.nodes: dict[str, fx.Node] = {}
@@ -318,7 +323,7 @@ class _Reader:
 
 @cache
 def _placement_classes() -> dict[str, Any]:
-    from pcp_passes.aten.experts import Tied  # placements that mean something only to its rules
+    import pcp_passes.aten.experts  # noqa: F401  (defines the tied placements)
 
     tied = {cls.__name__.lower(): cls for cls in Tied.__subclasses__()}
     return {"shard": Shard, "rank_major": RankMajor, "replicate": Replicate, **tied}

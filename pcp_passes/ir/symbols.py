@@ -9,16 +9,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy import functions as sympy_functions
 
+from pcp_passes.ir import fakes
 from pcp_passes.ir.tokens import Size
 
 _FUNCTIONS = frozenset(
@@ -39,9 +40,13 @@ the model (a table of positions, a window of a trace) is passed."""
 
 
 class Symbols:
-    """A fake mode and a shape environment of their own, whose symbols have the names that a text gives them."""
+    """A fake mode and a shape environment of their own, whose symbols have the names that a text gives them.
 
-    def __init__(self) -> None:
+    ``hints`` are sizes to assume, by symbol (see :func:`symbol_hints`); others get one of their own.
+    """
+
+    def __init__(self, hints: Mapping[str, int] | None = None) -> None:
+        self._given = dict(hints or {})
         self.env = ShapeEnv()
         # A kernel without a fake would run on real, zero-filled tensors of any size the text asks for.
         self.mode = FakeTensorMode(shape_env=self.env, allow_fallback_kernels=False, allow_non_fake_inputs=True)
@@ -123,7 +128,7 @@ class Symbols:
         from torch._dynamo.source import ConstantSource  # brings in the whole of Dynamo
 
         hint: int | float = _FIRST_HINT + 6 * len(self._symbols)
-        hint = hint if prefix == "s" else hint + 0.5
+        hint = self._given.get(f"s{number}", hint) if prefix == "s" else hint + 0.5
         env: Any = self.env
         env._generate_unique_id = lambda source: number
         try:
@@ -142,6 +147,17 @@ class Symbols:
                 return self.env.create_unbacked_symint().node.expr
         finally:
             self.env.unbacked_symint_counter = max(counter, number + 1)
+
+
+def symbol_hints(sizes: Iterable[object]) -> dict[str, int]:
+    """The size that each bare symbol among ``sizes`` stood for when it was captured (none for unbacked ones)."""
+    found: dict[str, int] = {}
+    for size in sizes:
+        if fakes.is_plain_symbol(size) and not fakes.has_unbacked_symbol(size):
+            node: Any = size.node  # type: ignore[attr-defined]
+            if isinstance(node.hint, int):
+                found[str(node.expr)] = node.hint
+    return found
 
 
 def _sym_node(expression: Any, env: ShapeEnv, kind: type, hint: object) -> Any:
@@ -164,7 +180,7 @@ def layer_object(target: Any, position: int | str, name: str) -> Any:
     asked = str(wanted[0].type)
     types: Any = getattr(opaque_object, "_OPAQUE_TYPES", {})
     for cls, known in list(types.items()):
-        if known.opaque_typ == "value" and known.hoist and asked.endswith(known.class_name):
+        if known.opaque_typ == "value" and getattr(known, "hoist", True) and asked.endswith(known.class_name):
             made = cls(name)
             return made if getattr(made, "value", None) == name else None
     return None

@@ -25,9 +25,10 @@ from pcp_passes.passes.lower_reshards import LowerReshards
 from pcp_passes.passes.mask_padding import MaskPadding
 from pcp_passes.passes.pipeline import Event, Observer, Pipeline, PipelineReport
 from pcp_passes.passes.place_rows import PlaceRows
+from pcp_passes.passes.tokens import TokenOptions, token_pipeline
 
 __all__ = [
-    "PASSES", "REPLICATED", "SHARDED", "SHARDED_UNPACKED", "VARIANTS", "CoalesceReshards", "Event",
+    "PASSES", "REPLICATED", "SHARDED", "SHARDED_UNPACKED", "TOKENS", "VARIANTS", "CoalesceReshards", "Event",
     "GatherCacheWrites", "LowerReshards", "MaskPadding",
     "Note", "Observer", "Pass", "PassContext", "PassResult", "Pipeline", "PipelineReport", "PlaceRows",
     "Variant", "body_pipeline", "build_variants", "copy_graph_module",
@@ -53,7 +54,10 @@ REPLICATED: tuple[Pass, ...] = (
     MaskPadding(),  # ranks pad to a bucket in this body too
 )  # fmt: skip
 
-PASSES: tuple[Pass, ...] = SHARDED
+TOKENS: tuple[Pass, ...] = token_pipeline(TokenOptions()).passes
+"""The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens`)."""
+
+PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS)
 """Every pass, in the order the reference documents them."""
 
 _BODY = frozenset({PLACED, ORDER_KNOWN, PADDING_DEFINED, LOWERED})

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from pcp_passes.aten.consistency import ROWS_CONSISTENT
 from pcp_passes.aten.gather_points import BALANCE, Choice
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.ir import meta
@@ -46,8 +47,8 @@ class InsertReshards:
 
     name: ClassVar[str] = "insert-reshards"
     requires: ClassVar[frozenset[str]] = frozenset({"PLACED"})
-    establishes: ClassVar[frozenset[str]] = frozenset()
-    breaks: ClassVar[frozenset[str]] = frozenset()
+    establishes: ClassVar[frozenset[str]] = frozenset({ROWS_CONSISTENT})
+    breaks: ClassVar[frozenset[str]] = frozenset({"LOWERED"})
 
     def run(self, graph: fx.Graph, ctx: PassContext) -> PassResult:
         return insert_reshards(graph, ctx, self.balance, whole_outputs=self.outputs != "local")

@@ -87,7 +87,7 @@ def localize_attention(graph: fx.Graph, assume: dict[str, Assumption] | None = N
         # A dropout that does nothing counts as random, and would keep the T x T weights alive.
         graph.eliminate_dead_code(lambda node: node.is_impure() and not drops_nothing(node))
     kinds = Counter(str(attention.visible) for attention in found)
-    notes += [f"{count} attentions see {seen}" for seen, count in kinds.items()]
+    notes += [f"told by positions: {count} with {seen}" for seen, count in kinds.items()]
     return PassResult(len(found), tuple(notes) or ("no attention in the graph",))
 
 

@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from pcp_passes.aten.consistency import ROWS_CONSISTENT, SIZES_SHARED
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.collectives import all_gather_rows_op
 from pcp_passes.ir import meta
 from pcp_passes.ir.fakes import is_row_major
+from pcp_passes.ir.invariants import LOWERED
 from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard
 from pcp_passes.ir.revalue import Revalue
 from pcp_passes.ir.token_markers import is_restore, is_restore_many, is_shard
@@ -45,9 +47,9 @@ class LowerRestores:
     """
 
     name: ClassVar[str] = "lower-restores"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    establishes: ClassVar[frozenset[str]] = frozenset({"LOWERED"})
-    breaks: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset({ROWS_CONSISTENT})
+    establishes: ClassVar[frozenset[str]] = frozenset({LOWERED, SIZES_SHARED})
+    breaks: ClassVar[frozenset[str]] = frozenset({ROWS_CONSISTENT})  # it speaks of markers
 
     def run(self, graph: fx.Graph, ctx: PassContext) -> PassResult:
         return lower_restores(graph)
@@ -56,30 +58,34 @@ class LowerRestores:
 def lower_restores(graph: fx.Graph) -> PassResult:
     """Lower every marker of the graph."""
     lowering = _Lowering(graph)
+    renewed: set[fx.Node] = set()
     count = 0
     for node in list(graph.nodes):
         if is_restore(node):
             (whole,) = lowering.restore([node], [node.args[2:5]])
-            node.replace_all_uses_with(whole)
+            renewed |= lowering.replace(node, whole)
         elif is_restore_many(node):
-            _lower_many(lowering, node)
+            renewed |= _lower_many(lowering, node)
         elif is_shard(node):
-            lowering.take(node)
+            renewed |= lowering.take(node)
         else:
             continue
         graph.erase_node(node)
         count += 1
+    lowering.renew(renewed)
     graph.eliminate_dead_code()  # sizes that a marker read and its lowering does not
     return PassResult(count, () if count else ("the graph holds no marker",))
 
 
-def _lower_many(lowering: _Lowering, node: fx.Node) -> None:
+def _lower_many(lowering: _Lowering, node: fx.Node) -> set[fx.Node]:
+    renewed: set[fx.Node] = set()
     parts = {part.args[1]: part for part in node.users}
     places = list(zip(*node.args[2:5], strict=True))
     for index, whole in enumerate(lowering.restore([node], places)):
         if index in parts:
-            parts[index].replace_all_uses_with(whole)
+            renewed |= lowering.replace(parts[index], whole)
             lowering.graph.erase_node(parts[index])
+    return renewed
 
 
 class _Lowering:
@@ -179,7 +185,7 @@ class _Lowering:
             whole = self.emit(marker, Replicate(), _ATEN.flatten.using_ints, whole, dim, dim + 2)
         return whole
 
-    def take(self, marker: fx.Node) -> None:
+    def take(self, marker: fx.Node) -> set[fx.Node]:
         """This rank's rows of a whole value."""
         x, rows, dim, outer, inner = marker.args
         where = Shard(dim, outer, inner)  # type: ignore[arg-type]
@@ -189,7 +195,27 @@ class _Lowering:
             apart = self.emit(marker, Replicate(), _ATEN.unflatten.int, x, dim, [outer, -1, inner])
             chosen = self.emit(marker, where, _ATEN.index_select.default, apart, where.dim + 1, rows)
             taken = self.emit(marker, where, _ATEN.flatten.using_ints, chosen, where.dim, where.dim + 2)
-        marker.replace_all_uses_with(taken)
+        return self.replace(marker, taken)
+
+    def replace(self, marker: fx.Node, made: fx.Node) -> set[fx.Node]:
+        """Let readers of the marker read what was made; they are returned, for its strides are its own."""
+        readers = set(marker.users)
+        marker.replace_all_uses_with(made)
+        return readers
+
+    def renew(self, stale: set[fx.Node]) -> None:
+        """State values anew where an operand's strides have changed."""
+        for node in self.graph.nodes:
+            if node not in stale or node.op != "call_function":
+                continue
+            before = _strides(node)
+            self.revalue(node)
+            if _strides(node) != before:
+                stale |= set(node.users)
+
+
+def _strides(node: fx.Node) -> list[str]:
+    return [str(tuple(held.stride())) for held in meta.tensors(node)]
 
 
 def _held(node: fx.Node) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from pcp_passes.ir import fakes, meta, rules
 from pcp_passes.ir import predicates as p
 from pcp_passes.ir.index_algebra import broadcast, follow, unknown_source
 from pcp_passes.ir.index_ops import Values, sizes
-from pcp_passes.ir.index_values import EVERY_KEY, IndexValue, Visible, both, visibility
+from pcp_passes.ir.index_values import EVERY_KEY, HIDDEN, IndexValue, Visible, both, visibility
 
 _MOVES = frozenset(
     f"aten::{name}" for name in
@@ -37,6 +38,13 @@ class Bias:
     visible: Visible = EVERY_KEY
     slopes: fx.Node | None = None
     slope_factor: float = 1.0
+    low: float = -math.inf
+    """The largest number that hides a key."""
+
+    def scaled(self, times: float) -> Bias | None:
+        """The bias multiplied by a positive number; ``None`` when it would no longer hide."""
+        low = self.low * times
+        return replace(self, slope_factor=self.slope_factor * times, low=low) if low <= HIDDEN else None
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,8 @@ class _Sloped:
     factor: float = 1.0
 
 
-def read_bias(node: fx.Node, values: Values, times: float = 1.0) -> Bias | str:
-    """Read a mask or bias ``[..., T queries, T keys]``, multiplied by ``times``; a string says why it is neither."""
-    if times <= 0:
-        return f"its bias %{node.name} is multiplied by {times}"
+def read_bias(node: fx.Node, values: Values) -> Bias | str:
+    """Read a mask or bias ``[..., T queries, T keys]``; a string says why it is neither."""
     if node in values:
         return read_mask(node, values)
     terms = _terms(node, values)
@@ -62,7 +68,7 @@ def read_bias(node: fx.Node, values: Values, times: float = 1.0) -> Bias | str:
         return f"its mask %{node.name} is not known by position: %{source.name} ({what}) is not"
     whole = Bias()
     for term in terms:
-        part = _alibi(node, term, times) if isinstance(term, _Sloped) else _mask(node, term)
+        part = _alibi(node, term) if isinstance(term, _Sloped) else _mask(node, term)
         joined = part if isinstance(part, str) else join(whole, part)
         if isinstance(joined, str):
             return joined
@@ -84,7 +90,8 @@ def _mask(node: fx.Node, value: IndexValue) -> Bias | str:
     visible = visibility(value, half=held is not None and held.dtype == torch.float16)
     if visible is None:
         return f"its mask %{node.name} is {value}, which is no window of keys around the query"
-    return Bias(visible)
+    cases = () if p.is_cond(value.expr) else p.cases_of(value.expr)
+    return Bias(visible, low=max((lin.const for _, lin in cases if lin != p.ZERO), default=-math.inf))
 
 
 def join(one: Bias, other: Bias) -> Bias | str:
@@ -92,10 +99,11 @@ def join(one: Bias, other: Bias) -> Bias | str:
     visible = both(one.visible, other.visible)
     if visible is None or (one.slopes is not None and other.slopes is not None):
         return "it has two masks, or two ALiBi biases, that do not join"
-    return Bias(visible, one.slopes or other.slopes, one.slope_factor * other.slope_factor)
+    low = max(one.low, other.low)
+    return Bias(visible, one.slopes or other.slopes, one.slope_factor * other.slope_factor, low)
 
 
-def _alibi(node: fx.Node, sloped: _Sloped, times: float) -> Bias | str:
+def _alibi(node: fx.Node, sloped: _Sloped) -> Bias | str:
     """A term of each row alone drops out of a softmax, so only the factor of the key's index counts."""
     head, key = sloped.lin.rank - 3, p.Index(sloped.lin.rank - 1)
     if not isinstance(sloped.lin.expr, p.Lin) or not isinstance(sloped.lin.expr.const, int):
@@ -106,7 +114,7 @@ def _alibi(node: fx.Node, sloped: _Sloped, times: float) -> Bias | str:
     plain = all(isinstance(one, p.Size) or one in row for one, _ in others.terms)
     if not plain or per_key == 0 or sloped.head.expr != p.index(head):
         return f"its bias %{node.name} is slopes times {sloped.lin}, which is no ALiBi"
-    return Bias(slopes=sloped.slopes, slope_factor=sloped.factor * per_key * times)
+    return Bias(slopes=sloped.slopes, slope_factor=sloped.factor * per_key)
 
 
 def _terms(node: fx.Node, values: Values) -> tuple[_Sloped | IndexValue, ...] | None:

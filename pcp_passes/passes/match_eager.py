@@ -20,6 +20,7 @@ from torch import fx
 
 from pcp_passes.ir import fakes, meta, rules
 from pcp_passes.ir.index_ops import Values
+from pcp_passes.ir.index_values import HIDDEN, HIDDEN_HALF
 from pcp_passes.passes.match_attention import Attention, misfit, ungrouped
 from pcp_passes.passes.match_bias import Bias, head_dim, join, number_of, read_bias, read_mask
 
@@ -75,11 +76,15 @@ def _read(node: fx.Node, at: fx.Node, values: Values, sunk: bool) -> Attention:
     keys, keys_last = found.keys, True
     if rules.op_name(keys) == "aten::transpose" and _swaps_last(keys):
         keys, keys_last = rules.named_argument(keys, "self"), False
+    q = found.q
+    if len({_rank(one) for one in (q, keys, v)}) > 1:
+        q, keys, v = (_unmerged(one) for one in (q, keys, v))
+    if not keys_last:
         keys, v = ungrouped(keys, v)
-    wrong = misfit(found.q, keys, v, keys_last)
+    wrong = misfit(q, keys, v, keys_last)
     if wrong:
         raise _Differs(wrong)
-    heads = _heads(found.q)
+    heads = _heads(q)
     bias = found.bias or Bias()
     for name, vector in (("sinks", sinks), ("slopes", bias.slopes)):
         held = meta.tensor(vector)
@@ -87,7 +92,7 @@ def _read(node: fx.Node, at: fx.Node, values: Values, sunk: bool) -> Attention:
             raise _Differs(f"its {name} %{vector} are {held.numel()}, its heads {heads}")
     return Attention(
         out,
-        found.q,
+        q,
         keys,
         v,
         found.scale,
@@ -104,6 +109,17 @@ def _heads(q: fx.Node) -> int:
     held = meta.tensor(q)
     assert held is not None
     return int(held.shape[-3])
+
+
+def _rank(node: fx.Node) -> int:
+    held = meta.tensor(node)
+    return 0 if held is None else held.dim()
+
+
+def _unmerged(node: fx.Node) -> fx.Node:
+    """The ``[B, H, ...]`` that a view merged to ``[B * H, ...]``; the order of the elements is the same."""
+    merged = _rank(node) == 3 and rules.op_name(node) in _VIEWS and _rank(_operand(node)) == 4
+    return _kept_rows(node) if merged else node
 
 
 # From the softmax back to the product of queries and keys
@@ -128,6 +144,8 @@ def _logits(node: fx.Node, values: Values) -> _Logits:
         return _added(node, values)
     if name in ("aten::masked_fill", "aten::where"):
         return _hidden(node, values)
+    if name in ("aten::maximum", "aten::max"):
+        return _bounded(node, values)
     raise _Differs(f"%{node.name} ({name.replace('::', '.') or node.op}) between the products is not read")
 
 
@@ -135,8 +153,9 @@ def _biased_product(node: fx.Node, values: Values) -> _Logits:
     added, q, keys = node.args[:3]
     assert isinstance(added, fx.Node) and isinstance(q, fx.Node) and isinstance(keys, fx.Node)
     beta, alpha = (rules.named_argument(node, name) for name in ("beta", "alpha"))
-    bias = read_bias(added, values, float(1 if beta is None else beta)) if beta != 0 else Bias()
-    return _Logits(q, keys, float(1 if alpha is None else alpha), bias=_good(bias))
+    bias = _good(read_bias(added, values)) if beta != 0 else Bias()
+    times = float(1 if beta is None else beta)
+    return _Logits(q, keys, float(1 if alpha is None else alpha), bias=_times(node, bias, times) if beta != 0 else None)
 
 
 def _scaled(node: fx.Node, values: Values, divides: bool) -> _Logits:
@@ -150,9 +169,17 @@ def _scaled(node: fx.Node, values: Values, divides: bool) -> _Logits:
     if rules.op_name(inner) == "aten::tanh":
         return _capped(inner, values, number)
     found = _logits(inner, values)
-    if found.bias is not None or found.softcap:
-        raise _Differs(f"%{node.name} scales logits that are masked or capped already")
-    return replace(found, scale=found.scale * number)
+    if found.softcap:
+        raise _Differs(f"%{node.name} scales logits that are capped already")
+    bias = None if found.bias is None else _times(node, found.bias, number)
+    return replace(found, scale=found.scale * number, bias=bias)
+
+
+def _times(node: fx.Node, bias: Bias, number: float) -> Bias:
+    scaled = bias.scaled(number) if number > 0 else None
+    if scaled is None:
+        raise _Differs(f"%{node.name} multiplies a mask by {number}: what is left may not hide")
+    return scaled
 
 
 def _capped(node: fx.Node, values: Values, cap: float) -> _Logits:
@@ -212,12 +239,21 @@ def _hidden(node: fx.Node, values: Values) -> _Logits:
         low, inner, hides = number_of(inner, values), rules.named_argument(node, "other"), True
     held = meta.tensor(node)
     assert held is not None
-    lowest = torch.finfo(held.dtype).min if held.dtype == torch.float16 else -1e9
+    lowest = HIDDEN_HALF if held.dtype == torch.float16 else HIDDEN
     if low is None or low > lowest:
         raise _Differs(f"%{node.name} puts {low} where a key is hidden; required a number no softmax can see")
     if mask not in values:
         raise _Differs(str(read_bias(mask, values)))
-    return _joined(_logits(inner, values), read_mask(mask, values, hides))
+    bias = read_mask(mask, values, hides)
+    return _joined(_logits(inner, values), bias if isinstance(bias, str) else replace(bias, low=low))
+
+
+def _bounded(node: fx.Node, values: Values) -> _Logits:
+    """``max(x, low)``: what is hidden is raised to a number that hides as well."""
+    low = number_of(rules.named_argument(node, "other"), values)
+    if low is None or low > HIDDEN:
+        raise _Differs(f"%{node.name} bounds the logits from below")
+    return _logits(_operand(node), values)
 
 
 def _joined(found: _Logits, bias: Bias | str) -> _Logits:

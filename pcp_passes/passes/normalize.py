@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from pcp_passes.aten.decision import multiple
+from pcp_passes.aten.decision import argument, multiple
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.ir import meta
 from pcp_passes.passes.base import PassContext, PassResult
@@ -60,6 +60,9 @@ def normalize(graph: fx.Graph) -> PassResult:
     for node in list(graph.nodes):
         if node.target in _DROPPED:
             graph.erase_node(node)
+        elif node.target is _ATEN.dropout.default and not (argument(node, "p") and argument(node, "train")):
+            node.replace_all_uses_with(node.args[0])  # fx takes it for impure and would keep it
+            graph.erase_node(node)
         elif node.target in _VIEWS:
             node.target = _ATEN.reshape.default
         elif node.target in _LIKE_OPERAND:
@@ -71,6 +74,7 @@ def normalize(graph: fx.Graph) -> PassResult:
             continue
         count += 1
     count += _one_count(graph)
+    count += _first_tokens(graph)
     graph.eliminate_dead_code()
     return PassResult(count, () if count else ("every node was normal",))
 
@@ -106,16 +110,45 @@ def _one_count(graph: fx.Graph) -> int:
     return count
 
 
+def _first_tokens(graph: fx.Graph) -> int:
+    """``x[:, :T]`` of a padded length has T rows, which a slice's size does not say: it could be shorter.
+
+    That it is not becomes a guard of the graph's environment, for whoever runs the graph to evaluate.
+    """
+    plan = plan_inputs(graph)
+    count = 0
+    for node in graph.nodes:
+        if node.target is not _ATEN.slice.Tensor or len(node.args) < 4:
+            continue
+        source, dim, start, end = node.args[:4]
+        held = meta.tensor(source)
+        told = isinstance(end, fx.Node) and multiple(meta.value(end), plan.tokens) == 1
+        if held is None or not told or start not in (0, None) or argument(node, "step") != 1:
+            continue
+        dim = dim % held.dim()
+        known = meta.tensor(node)
+        if (
+            known is None
+            or multiple(known.shape[dim], plan.tokens) == 1
+            or not bool(held.shape[dim] >= meta.value(end))
+        ):
+            continue
+        node.target, node.args = _ATEN.narrow.default, (source, dim, 0, end)
+        meta.set_value(node, held.narrow(dim, 0, meta.value(end)))
+        count += 1
+    return count
+
+
 def _after_inputs(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: object) -> fx.Node:
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
         node = graph.call_function(target, args)
-    node.meta["val"] = value
+    meta.set_aten_value(node, value)
     return node
 
 
 def _times(graph: fx.Graph, source: fx.Node, times: int, value: object) -> fx.Node:
     with graph.inserting_after(source):
         node = graph.call_function(operator.mul, (source, times))
-    node.meta["val"] = value
+    meta.set_aten_value(node, value)
     return node

@@ -38,6 +38,7 @@ class DumpObserver:
     folder: Path
     _entries: list[dict[str, Any]] = field(default_factory=list)
     _constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    _hints: dict[str, int] = field(default_factory=dict)
 
     def observe(self, event: Event) -> None:
         folder = Path(self.folder) / event.ctx.variant
@@ -45,6 +46,7 @@ class DumpObserver:
         if event.index == 0:
             self._entries.clear()
             self._constants.clear()
+            self._hints = dumps.size_hints(event.graph)
             for stale in (*folder.glob("[0-9][0-9]*-*.txt"), folder / dumps.CONSTANTS):
                 stale.unlink(missing_ok=True)
         result = event.result
@@ -53,13 +55,13 @@ class DumpObserver:
             "pass": event.name,
             "rewrites": result.rewrites if result else 0,
             "notes": [str(note) for note in result.notes] if result else [],
-            "standing": sorted(event.standing | invariants.ALWAYS),
+            "standing": sorted(event.standing),
         })  # fmt: skip
         constants = dumps.small_constants(event.graph)
         if not constants.keys() <= self._constants.keys():
             self._constants |= constants
             dumps.write_constants(folder, self._constants)
-        dumps.write_manifest(folder, event.ctx, self._entries, list(self._constants))
+        dumps.write_manifest(folder, event.ctx, self._entries, self._constants, self._hints)
 
 
 @dataclass
@@ -115,6 +117,6 @@ class VerifyObserver:
     def observe(self, event: Event) -> None:
         if self.level == "final" and not event.last:
             return
-        invariants.check(event.standing | invariants.ALWAYS, event.graph, event.ctx)
+        invariants.check(event.standing, event.graph, event.ctx)
         if self.level == "full":
             invariants.meta_fresh_full(event.graph, event.ctx)

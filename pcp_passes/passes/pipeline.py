@@ -68,6 +68,8 @@ class Pipeline:
     observers: tuple[Observer, ...] = ()
     ensures: frozenset[str] = field(default_factory=frozenset)
     """Invariants that must hold when the last pass has run."""
+    always: frozenset[str] = invariants.ALWAYS
+    """Invariants that no pass may break, even for a moment."""
     given: frozenset[str] = invariants.OF_A_CAPTURE
     """Invariants that hold of the graph before the first pass: more for a graph that other passes have been over."""
 
@@ -103,7 +105,7 @@ class Pipeline:
 
     def run_graph(self, graph: fx.Graph, ctx: PassContext) -> PipelineReport:
         """Rewrite ``graph`` in place; a module that owns it must be recompiled."""
-        standing = self.given
+        standing = self.given | self.always
         self._tell(Event(0, "captured", graph, ctx, standing, last=not self.passes))
         results: list[tuple[str, PassResult]] = []
         for index, step in enumerate(self.passes, start=1):
@@ -111,7 +113,7 @@ class Pipeline:
             result = step.run(graph, ctx)
             seconds = time.perf_counter() - began
             assert result.rewrites or result.notes, f"{step.name} did nothing and gave no reason"
-            standing = (standing - step.breaks) | step.establishes
+            standing = ((standing - step.breaks) | step.establishes) | self.always
             results.append((step.name, result))
             self._tell(Event(index, step.name, graph, ctx, standing, result, seconds, index == len(self.passes)))
         return PipelineReport(tuple(results))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -52,7 +52,8 @@ class _Writer:
             self._read(node, program.needs(node))
         elif node in (program.plan.rows, program.plan.restore) or node.op != "call_function":
             self.whole[node] = node
-            self.rows[node, Shard(0)] = node
+            if node is program.plan.rows:
+                self.rows[node, Shard(0)] = node
             self._slices(node)
         elif node in program.local:
             self._local(node)
@@ -107,7 +108,7 @@ class _Writer:
     def _copy(self, node: fx.Node) -> fx.Node:
         with self.graph.inserting_before(node):
             copy = self.graph.node_copy(node)
-        copy.meta = dict(node.meta)
+        meta.duplicate(node, copy)
         meta.set_created_by(copy, self.pass_name)
         return copy
 
@@ -225,6 +226,7 @@ class _Writer:
 
     def _place_after(self, source: fx.Node) -> fx.Node:
         """After the node; for an input, after all inputs."""
-        if source.op in ("placeholder", "get_attr"):
-            return next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
-        return cast(fx.Node, source.next)
+        after: fx.Node = source.next
+        while after.op in ("placeholder", "get_attr"):
+            after = after.next
+        return after

@@ -31,7 +31,7 @@ _ALONE: tuple[type[Any], ...] = ()
 
 
 def pass_registry(passes: Iterable[type[Any]] | None = None) -> dict[str, type[Any]]:
-    """Pass classes by the name of the pass: by default those of every pipeline, in order, and those that stand alone."""
+    """Pass classes by the name of the pass: by default those of every pipeline, and those that stand alone."""
     in_pipelines = dict.fromkeys(type(step) for steps in PIPELINES.values() for step in steps)
     found: dict[str, type[Any]] = {}
     for cls in (*in_pipelines, *_ALONE) if passes is None else passes:

@@ -57,11 +57,12 @@ def select_early(graph: fx.Graph) -> PassResult:
         chosen = waiting.pop()
         # Slices of one value are one slice, so a residual stream ends with one reader again.
         readers = list(chosen.all_input_nodes[0].users)
-        twins = [n for n in readers if n is not chosen and n.target is SLICE and n.args == chosen.args]
-        for twin in twins:
+        twins = sorted(n for n in readers if n.target is SLICE and n.args == chosen.args)
+        chosen = twins[0]  # the others' readers stand behind it
+        for twin in twins[1:]:
             twin.replace_all_uses_with(chosen)
             graph.erase_node(twin)
-            waiting = [node for node in waiting if node is not twin]
+        waiting = [node for node in waiting if node not in twins]
         moved = _move(graph, chosen, plan, revalue, taken)
         if moved is not None:
             count += 1
@@ -123,7 +124,7 @@ def _move(
         kwargs: Any = fx.node.map_arg(producer.kwargs, version)
         _resize(args, found, tensor_of(chosen).shape[where.dim])
         moved = graph.call_function(producer.target, tuple(args), dict(kwargs))
-    moved.meta = dict(producer.meta)
+    meta.duplicate(producer, moved)
     revalue(moved)
     chosen.replace_all_uses_with(moved)
     graph.erase_node(chosen)
@@ -133,10 +134,10 @@ def _move(
 
 def _after(operand: fx.Node) -> fx.Node:
     """Right behind an operand, or behind all inputs, so that whoever wants the same slice finds it in front."""
-    if operand.op != "placeholder":
-        after: fx.Node = operand.next
-        return after
-    return next(node for node in operand.graph.nodes if node.op != "placeholder")
+    after: fx.Node = operand.next
+    while after.op == "placeholder":
+        after = after.next
+    return after
 
 
 def _plain(need: Any) -> bool:

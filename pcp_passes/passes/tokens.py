@@ -10,11 +10,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import fx
 
+from pcp_passes.aten.consistency import SIZES_SHARED
 from pcp_passes.aten.decision import multiple
 from pcp_passes.aten.plan_inputs import PlanInputs, add_plan_inputs
 from pcp_passes.ir import meta
 from pcp_passes.ir.copies import copy_graph, module_like
 from pcp_passes.ir.index_algebra import Assumption
+from pcp_passes.ir.invariants import LOWERED, ON_TOKENS, PLACED
 from pcp_passes.passes.base import PassContext
 from pcp_passes.passes.coalesce_restores import CoalesceRestores
 from pcp_passes.passes.insert_reshards import InsertReshards
@@ -86,7 +88,9 @@ def token_pipeline(options: TokenOptions, observers: Sequence[Observer] = ()) ->
         CoalesceRestores() if options.pack else None,  # on markers: packing is one node here
         LowerRestores(),  # last: nothing after it needs to know what moves
     ]
-    return Pipeline(tuple(step for step in steps if step is not None), tuple(observers))
+    passes = tuple(step for step in steps if step is not None)
+    ensured = frozenset({LOWERED, PLACED, SIZES_SHARED})
+    return Pipeline(passes, tuple(observers), ensures=ensured, always=ON_TOKENS)
 
 
 def rewrite_tokens(
@@ -130,8 +134,8 @@ def keep_last_token(graph: fx.Graph, plan: PlanInputs) -> None:
             return node
         with graph.inserting_before(end):
             sliced = graph.call_function(aten.slice.Tensor, (node, dims[0], -1, 2**63 - 1))
-        sliced.meta = {key: value for key, value in node.meta.items() if key != "val"}
-        sliced.meta["val"] = held.narrow(dims[0], held.shape[dims[0]] - 1, 1)
+        meta.duplicate(node, sliced)
+        meta.set_value(sliced, held.narrow(dims[0], held.shape[dims[0]] - 1, 1))
         return sliced
 
     end.args = fx.node.map_arg(end.args, last)

@@ -172,8 +172,8 @@ def _case(model: nn.Module, runner: Runner, length: int, pcp: int, tolerance: fl
         ran = runner(model, given, pcp)
     except Refusal as refusal:
         return Case(length, pcp, "refused", reason=str(refusal))
-    except Exception as error:
-        return Case(length, pcp, "error", reason=_told(error))
+    except Exception as raised:
+        return Case(length, pcp, "error", reason=_told(raised))
     error = relative_error(ran.logits, expected)
     return Case(length, pcp, "exact" if error <= tolerance else "WRONG", error, sharded=ran.sharded)
 

@@ -12,14 +12,14 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pcp_passes.aten.costs import flops_of, is_product
-from pcp_passes.collectives import CollectiveLog
+from pcp_passes.aten.decision import REPLICATE
+from pcp_passes.collectives import Collective
 from pcp_passes.frontends.torch.decorator import ContextParallel
 from pcp_passes.frontends.torch.executors import Program, SimulatedExecutor
 from pcp_passes.frontends.torch.options import TorchOptions
 from pcp_passes.frontends.torch.plan import TokenPlan
 from pcp_passes.frontends.torch.sharded import Variant
 from pcp_passes.ir import meta, rules
-from pcp_passes.ir.placements import Shard
 from pcp_passes.passes import PassContext
 from pcp_passes.passes.insert_reshards import InsertReshards
 from pcp_passes.passes.pipeline import Event
@@ -53,7 +53,7 @@ class Work:
     Attributes:
         tokens, pcp: T and P of the call.
         whole: FLOPs of the model in eager mode.
-        rank: FLOPs of one rank, counted while it ran; padded rows included.
+        rank: FLOPs of one rank in the rewritten graphs, counted while it ran; padded rows included.
         sharded: of the rewritten graphs, all ranks together, on rows.
         replicated: repeated on every rank since an op fell back, or reads no activation.
         recomputed: repeated on every rank since that is cheaper than gathering the result.
@@ -99,20 +99,47 @@ class Account:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        work = None if self.work is None else {**asdict(self.work), "share": self.work.share}
-        return {**asdict(self), "work": work}
+        return {
+            "graphs": self.graphs,
+            "compilations": self.compilations,
+            "whole_graphs": list(self.whole_graphs),
+            "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
+            "choices": list(self.choices),
+            "work": None if self.work is None else {**asdict(self.work), "share": self.work.share},
+        }
 
 
 @dataclass(frozen=True, eq=False)
 class ZooExecutor(SimulatedExecutor):
-    """Simulated ranks whose plan can be spoilt: a sabotage of the real run."""
+    """Simulated ranks that can be counted, and whose plan can be spoilt: a sabotage of the real run.
 
-    spoilt: list[bool] = field(default_factory=lambda: [False])
+    Attributes:
+        switches: what the next calls do.
+        programs: those that ran, with their FLOPs and collectives, while counting.
+    """
+
+    switches: Switches = field(default_factory=lambda: Switches())
+    programs: list[tuple[Program, int, list[Collective]]] = field(default_factory=list)
 
     def run(self, program: Program, arguments: Any, plan: TokenPlan) -> Any:
         """Run all ranks; when spoilt, rows come back one place off."""
-        given = replace(plan, restore=plan.restore.roll(1)) if self.spoilt[0] else plan
-        return super().run(program, arguments, given)
+        given = replace(plan, restore=plan.restore.roll(1)) if self.switches.spoil else plan
+        if not self.switches.count:
+            return super().run(program, arguments, given)
+        # Around the program and not around the model: Dynamo runs nothing compiled while a dispatch mode is on.
+        with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+            outputs = super().run(program, arguments, given)
+        sent = list(self.logs[0].entries) if self.logs else []
+        self.programs.append((program, int(counter.get_total_flops()) // self.pcp, sent))
+        return outputs
+
+
+@dataclass
+class Switches:
+    """Of a :class:`ZooExecutor`."""
+
+    spoil: bool = False
+    count: bool = False
 
 
 class ShardedModels:
@@ -132,20 +159,22 @@ class ShardedModels:
         return Ran(logits_of(self.wrapped(model, pcp)(**inputs)), self.is_sharded(model, pcp))
 
     def spoilt(self, model: nn.Module, inputs: Inputs, pcp: int) -> Ran:
-        """The same with every restore one row off."""
+        """The same with every restore one row off, on as many ranks as the model is compiled for already."""
+        pcp = next((ranks for known, ranks in reversed(self._held) if known == id(model)), pcp)
         self.wrapped(model, pcp)
-        spoilt = self._executors[id(model), pcp].spoilt
-        spoilt[0] = True
+        switches = self._executors[id(model), pcp].switches
+        switches.spoil = True
         try:
             return self(model, inputs, pcp)
         finally:
-            spoilt[0] = False
+            switches.spoil = False
 
     def wrapped(self, model: nn.Module, pcp: int) -> ContextParallel:
         """The model on ``pcp`` ranks; graph breaks are allowed."""
         key = id(model), pcp
         if key not in self._held:
-            torch._dynamo.reset()
+            torch._dynamo.reset()  # what models of one class share would else count as one function's recompilations
+            self._held.clear()
             self._executors[key] = ZooExecutor(pcp)
             self._held[key] = ContextParallel(model, self.options, self._executors[key], fullgraph=False)
         return self._held[key]
@@ -174,23 +203,30 @@ class ShardedModels:
     def _measure(self, model: nn.Module, pcp: int) -> Work:
         inputs = make_inputs(model, MEASURED_LENGTH)
         wrapped = self.wrapped(model, pcp)
-        wrapped(**inputs)  # compiled by now
-        logs: list[CollectiveLog] = self._executors[id(model), pcp].logs
-        logs.clear()
-        all_ranks = count_flops(lambda: wrapped(**inputs))
-        first = list(logs[0].entries) if logs else []
-        rows = _rows_at(wrapped, MEASURED_LENGTH)
-        looks = [
-            _Look.at(variant, pcp)
-            for variant in self._variants(model, pcp)
-            if variant.rewritten and (MEASURED_LENGTH, rows) in variant.accepted
-        ]
+        executor = self._executors[id(model), pcp]
+        executor.programs.clear()
+        executor.switches.count = True
+        try:
+            wrapped(**inputs)
+        finally:
+            executor.switches.count = False
+        ran = executor.programs
+        if any(_tokens_at(variant) != MEASURED_LENGTH for variant in self._ran(model, pcp)):
+            self._held.clear()  # costs are counted at the length that a graph was made from: make it anew
+            return self._measure(model, pcp)
+        looks = [_Look.at(variant, pcp) for variant in self._ran(model, pcp)]
+        sent = [collective for _, _, collectives in ran for collective in collectives]
         return Work(
-            tokens=MEASURED_LENGTH, pcp=pcp, whole=count_flops(lambda: call(model, inputs)), rank=all_ranks // pcp,
-            sharded=sum(look.sharded for look in looks), replicated=sum(look.replicated for look in looks),
-            recomputed=sum(look.recomputed for look in looks), collectives=len(first),
-            sent=sum(collective.bytes for collective in first),
+            tokens=MEASURED_LENGTH, pcp=pcp, whole=count_flops(lambda: call(model, inputs)),
+            rank=sum(flops for _, flops, _ in ran), sharded=sum(look.sharded for look in looks),
+            replicated=sum(look.replicated for look in looks), recomputed=sum(look.recomputed for look in looks),
+            collectives=len(sent), sent=sum(collective.bytes for collective in sent),
         )  # fmt: skip
+
+    def _ran(self, model: nn.Module, pcp: int) -> Iterator[Variant]:
+        """Variants of the counted call, as often as they ran."""
+        for program, _, _ in self._executors[id(model), pcp].programs:
+            yield from (variant for variant in self._variants(model, pcp) if variant.program is program)
 
     def _variants(self, model: nn.Module, pcp: int) -> Iterator[Variant]:
         held = self._held.get((id(model), pcp))
@@ -198,15 +234,19 @@ class ShardedModels:
             yield from graph.variants
 
 
-def _rows_at(wrapped: ContextParallel, tokens: int) -> int:
-    accepted = (pair for graph in wrapped.sharded.backend.graphs for v in graph.variants for pair in v.accepted)
-    return next((rows for length, rows in accepted if length == tokens), 0)
+def _tokens_at(variant: Variant) -> int:
+    return int(variant.captured.space.tokens.node.hint)
 
 
 def _holds_rows(variant: Variant) -> bool:
     if variant.rewritten is None:
         return False
-    return any(isinstance(meta.placement(node), Shard) for node in variant.rewritten.gm.graph.find_nodes(op="call_function"))
+    calls = (node for node in variant.rewritten.gm.graph.nodes if node.op == "call_function")
+    return any(_on_rows(node) for node in calls)
+
+
+def _on_rows(node: fx.Node) -> bool:
+    return meta.placement(node) not in (None, REPLICATE)
 
 
 def count_flops(run: Any) -> int:
@@ -268,9 +308,11 @@ class _Look:
             self._count(event.graph, event.ctx.pcp)
 
     def _placed(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function"):
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
             known = meta.info(node)
-            if isinstance(known.placement, Shard):
+            if _on_rows(node):
                 self._rows.add(node.name)
             if known.reason:
                 self.fallbacks.append(
@@ -282,7 +324,7 @@ class _Look:
         for node in graph.nodes:
             if node.op != "call_function" or not is_product(node):
                 continue
-            if isinstance(meta.placement(node), Shard):
+            if _on_rows(node):
                 self.sharded += pcp * flops_of(node)
             elif node.name in self._rows or meta.info(node).created_by == InsertReshards.name:
                 self.recomputed += flops_of(node)

@@ -65,8 +65,8 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"^(n_groups|mamba_n_groups|mamba_ngroups)$", 1),
     (r"^(mamba_expand|expand|mamba_expand_ratio)$", 2),
     (r"^(mamba_d_ssm|mamba_intermediate_size)$", 128),
-    (r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index|first_dense_layers|num_nextn_predict_layers_)$", 1),
-    (r"^(num_nextn_predict_layers|num_mtp_layers|mtp_num_layers|num_mem_blocks_)$", 0),
+    (r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index|first_dense_layers)$", 1),
+    (r"^(num_nextn_predict_layers|num_mtp_layers|mtp_num_layers)$", 0),
     (r"^(attn_layer_period|expert_layer_period|decoder_sparse_step|interleave_moe_layer_step|full_attention_interval"
      r"|sliding_window_pattern|moe_layer_interval|global_attn_every_n_layers|no_rope_layer_interval)$", 2),
     (r"^(attn_layer_offset|expert_layer_offset)$", 1),
@@ -88,9 +88,9 @@ _SECTIONS = ("mrope_section", "mrope_sections")
 
 
 def small_config(configuration_class: Any, adjust: Mapping[str, Any] | None = None) -> Any:
-    """An instance of a configuration class with small sizes, then those of ``adjust``; raises what its constructor does.
+    """An instance of a configuration class with small sizes, and with the values of ``adjust`` on top.
 
-    A name of a nested configuration is written ``text_config.hidden_size``.
+    A name of a nested configuration is written ``text_config.hidden_size``. Raises what the constructor raises.
     """
     values = shrink(plain_values(configuration_class()))
     values.pop("model_type", None)

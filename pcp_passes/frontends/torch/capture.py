@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import aot_export_module
 from pcp_passes.errors import Refusal
 from pcp_passes.frontends.torch.fresh import FreshSpace, fake_inputs, fresh_space
 from pcp_passes.frontends.torch.inputs import Expression, GraphInput, TokenChoice, choose_tokens, read_inputs
+from pcp_passes.ir import meta
 from pcp_passes.ir.copies import copy_graph, module_like
 
 
@@ -193,7 +194,7 @@ def _unlift(gm: fx.GraphModule, module: fx.GraphModule, signature: Any) -> None:
             gm.register_buffer(target, module.get_buffer(lifted[node.name]))
         with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr"))):
             own = gm.graph.get_attr(target)
-        own.meta = dict(node.meta)
+        meta.duplicate(node, own)
         node.replace_all_uses_with(own)
         gm.graph.erase_node(node)
 
@@ -203,7 +204,8 @@ def _name_inputs(gm: fx.GraphModule, inputs: Sequence[GraphInput], fakes: Sequen
     for node, given, fake in zip(gm.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
         node._rename(given.source.replace(".size().", "_size_"))
         node.target = node.name
-        node.meta.setdefault("val", fake)
+        if not meta.has_value(node):
+            meta.set_aten_value(node, fake)
     gm.recompile()
 
 
@@ -217,4 +219,4 @@ def _state_constants(gm: fx.GraphModule, space: FreshSpace) -> None:
             held = getattr(held, part)
         if isinstance(held, torch.Tensor):
             with space.ambient():
-                node.meta["val"] = space.fake_mode.from_tensor(held, static_shapes=True)
+                meta.set_aten_value(node, space.fake_mode.from_tensor(held, static_shapes=True))

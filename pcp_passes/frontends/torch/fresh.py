@@ -31,7 +31,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from pcp_passes.frontends.torch.inputs import Expression, GraphInput
-from pcp_passes.ir import fakes
+from pcp_passes.ir import fakes, meta
 from pcp_passes.ir.copies import copy_graph_module
 from pcp_passes.passes.pipeline import hash_sources
 
@@ -188,7 +188,7 @@ class _Propagate(fx.Interpreter):
         if isinstance(found, torch.Tensor) and n.op == "get_attr":
             found = self.mode.from_tensor(found, static_shapes=True)
         if n.op != "output":
-            n.meta["val"] = found
+            meta.set_aten_value(n, found)
         return found
 
 
@@ -206,9 +206,9 @@ def compile_in(space: FreshSpace, gm: fx.GraphModule) -> Callable[..., Any]:
     first = next(iter(whole.graph.nodes))
     for name, size in (("num_tokens", space.tokens), ("num_rows", space.rows)):
         with whole.graph.inserting_before(first):
-            whole.graph.placeholder(name).meta["val"] = size
+            meta.set_aten_value(whole.graph.placeholder(name), size)
     whole.recompile()
-    inputs = [node.meta["val"] for node in whole.graph.find_nodes(op="placeholder")]
+    inputs = [meta.value(node) for node in whole.graph.find_nodes(op="placeholder")]
     with space.ambient():
         compiled: Any = compile_fx(whole, inputs, config_patches=_cache_key())
     return compiled  # type: ignore[no-any-return]

@@ -39,6 +39,8 @@ class TorchOptions:
             dimension: refuse it, or run it replicated on all ranks.
         tokens: argument name to token dimension; empty when only one size of the graph is dynamic.
         replicate: dotted paths of modules that every rank runs on all tokens.
+        balance: operations that one byte of a gather is worth, when a gather can be saved by computing more on each
+            rank; ``None`` takes what suits the device.
         verify: check the graph invariants after the last pass (``final``), after each (``every``), or never.
         dump: folder for numbered graph dumps; ``None`` writes nothing.
         group: a process group, a one-dimensional device mesh, or a group's name; ``None`` is the default group.
@@ -52,6 +54,7 @@ class TorchOptions:
     unknown: Unknown = "refuse"
     tokens: Mapping[str, int] = field(default_factory=dict)
     replicate: tuple[str, ...] = ()
+    balance: float | None = None
     verify: Verify = "final"
     dump: str | None = None
     group: Any = field(default=None, compare=False)
@@ -95,10 +98,18 @@ def _checked(key: str, value: Any) -> Any:
             raise ConfigError(f"{key} must be a name or None, found {value!r}.")
         return value
     if key == "agreement_s":
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 3600:
+        if not _is_number(value) or not 1 <= value <= 3600:
             raise ConfigError(f"agreement_s must be a number of seconds from 1 to 3600, found {value!r}.")
         return float(value)
+    if key == "balance":
+        if value is not None and (not _is_number(value) or not 0 < value < float("inf")):
+            raise ConfigError(f"balance must be a number of operations per byte above 0, or None, found {value!r}.")
+        return value if value is None else float(value)
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _tokens(value: Any) -> dict[str, int]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from pcp_passes.frontends.torch.guards import CallKey, ValueGuard, read_call, va
 from pcp_passes.frontends.torch.inputs import TokenChoice
 from pcp_passes.frontends.torch.options import TorchOptions
 from pcp_passes.frontends.torch.plan import PlanCache, TokenPlan
+from pcp_passes.ir import fakes, meta
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.passes import Observer, PassContext
 from pcp_passes.passes.observers import DumpObserver, TimeObserver, VerifyObserver
@@ -40,6 +41,8 @@ class Variant:
         rewritten: the graph that runs; ``None`` for one that every rank runs whole.
         program: what runs it.
         assumed: inputs taken for what they held.
+        token_outputs: pairs (output, dimension) of T rows. They are marked dynamic, since after a graph break they are
+            the inputs of the next graph.
         accepted: pairs (T, M) whose guards have been evaluated and hold.
     """
 
@@ -48,6 +51,7 @@ class Variant:
     rewritten: Rewritten | None
     program: Program
     assumed: tuple[ValueGuard, ...] = ()
+    token_outputs: tuple[tuple[int, int], ...] = ()
     accepted: set[tuple[int, int]] = field(default_factory=set)
 
     def why_not(self, key: CallKey, plan: TokenPlan, arguments: Sequence[Any]) -> str | None:
@@ -99,8 +103,11 @@ class ShardedGraph:
         if variant.rewritten is None:
             with torch.no_grad():
                 outputs: Sequence[Any] = variant.program(*arguments)
-            return outputs
-        return self.executor.run(variant.program, arguments, plan)
+        else:
+            outputs = self.executor.run(variant.program, arguments, plan)
+        for index, dim in variant.token_outputs:
+            torch._dynamo.maybe_mark_dynamic(outputs[index], dim)
+        return outputs
 
     def _variant(self, key: CallKey, plan: TokenPlan, arguments: Sequence[Any]) -> Variant:
         why = "first call"
@@ -127,13 +134,18 @@ class ShardedGraph:
         self._agree(rewritten.gm, plan)
         program = self.executor.prepare(captured.space, rewritten.gm)
         self.compilations += 1
-        return Variant(key, captured, rewritten, program, assumed, {(plan.num_tokens, plan.num_rows)})
+        outputs = tuple(_token_dims(rewritten.gm, captured.space.tokens))
+        return Variant(key, captured, rewritten, program, assumed, outputs, {(plan.num_tokens, plan.num_rows)})
 
     def _rewrite(self, captured: Capture, assume: dict[str, Any]) -> Rewritten:
         context = PassContext(pcp=self.executor.pcp, axis=self.executor.axis)
         asked = self.options
         options = TokenOptions(
-            outputs=asked.outputs, replicate=asked.replicate, unknown=asked.unknown, assume=tuple(assume.items())
+            outputs=asked.outputs,
+            replicate=asked.replicate,
+            unknown=asked.unknown,
+            balance=asked.balance,
+            assume=tuple(assume.items()),
         )
         return rewrite_tokens(captured.gm, captured.space, context, options=options, observers=self._observers())
 
@@ -166,6 +178,15 @@ class ShardedGraph:
         if folder is not None and self.executor.rank == 0:  # the text is the same on every rank
             observers.append(DumpObserver(claim_folder(folder)))
         return observers
+
+
+def _token_dims(gm: fx.GraphModule, tokens: torch.SymInt) -> Iterator[tuple[int, int]]:
+    """Outputs with T rows, and the dimension."""
+    (output,) = gm.graph.find_nodes(op="output")
+    for index, node in enumerate(output.args[0]):
+        held = meta.tensor(node)
+        sizes = () if held is None else held.shape
+        yield from ((index, dim) for dim, size in enumerate(sizes) if fakes.same_size(size, tokens))
 
 
 def _device_of(argument: Any) -> torch.device:

@@ -16,16 +16,16 @@ import torch
 from torch import fx
 
 from pcp_passes.aten import table
-from pcp_passes.aten.decision import REPLICATE, Call, Decision, Local, Rows
+from pcp_passes.aten.decision import REPLICATE, Call, Decision, Local, Mixes, Rows
 from pcp_passes.aten.experts import Tied
 from pcp_passes.ir.placements import Placement, Shard
 from pcp_passes.ir.token_markers import take_rows
-from tests.graphs import Built, Given, Sample, Size, at, built, mapped, times
+from tests.graphs import Built, Given, Sample, Size, built, mapped, times
 
 Decide = Callable[[Call], Decision]
 LENGTHS = (3, 7)
-TOLERANCE = 1e-9
-"""In float64 and with values near 1: other kernels for other numbers of rows, nothing else."""
+TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.complex64: 1e-5}
+"""With values near 1: other kernels for other numbers of rows, nothing else. Every mutant differs by over 1e-2."""
 
 UNINITIALISED = frozenset({"aten::empty_like"})
 
@@ -35,12 +35,12 @@ def plain_decide(call: Call) -> Decision:
     return table.decide(call, pinned=(call.node.name,))
 
 
-def by_rule(rule: Callable[[Call], Decision]) -> Decide:
-    """One rule in place of the table, as far as its answer agrees with the sizes."""
+def second_look(rule: Decide) -> Decide:
+    """A rule in place of the table's, with the table's look at the sizes of what it answers."""
 
     def decide(call: Call) -> Decision:
         found = rule(call)
-        return found if not isinstance(found, Local) or table._sizes_agree(call, found) else table.Mixes("sizes")
+        return found if not isinstance(found, Local) or table._sizes_agree(call, found) else Mixes("sizes")
 
     return decide
 
@@ -52,6 +52,8 @@ class Outcome:
     local: int = 0
     """Answers that the op runs on rows, each run and compared."""
     mixes: int = 0
+    fixed: bool = False
+    """PyTorch itself turned T into a constant: such a capture is refused, and no rule is asked."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -81,6 +83,9 @@ def check(sample: Sample, decide: Decide = plain_decide, seed: int = 0) -> Outco
     """Ask for every placement of the operands; run and compare every answer ``Local``."""
     graph = built(sample)
     outcome = Outcome()
+    if graph.fixed:
+        outcome.fixed = True
+        return outcome
     for where in hypotheses(sample):
         try:
             found = decide(graph.call(where, REPLICATE))
@@ -197,11 +202,9 @@ def _differ(graph: Built, found: Local, local: Any, wanted: Any, rows: torch.Ten
         if graph.sample.name in UNINITIALISED:
             continue
         if one.is_floating_point() or one.is_complex():
-            if not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            bound = TOLERANCE[one.dtype]
+            if not torch.allclose(one, other, rtol=bound, atol=bound, equal_nan=True):
                 return f"differs by {float((one - other).abs().max()):.1e}"
         elif not torch.equal(one, other):
             return "differs"
     return None
-
-
-__all__ = ["Outcome", "at", "by_rule", "check", "choices", "hypotheses", "plain_decide", "taken"]

@@ -126,6 +126,12 @@ def test_an_invariant_of_another_version_is_a_problem(dump: Path, pcp_json: Any)
     assert code == 1 and "this version has no invariant LEVITATED" in problems(data)["00-captured.txt standing"]
 
 
+def test_nonsense_that_no_pass_would_write_is_a_problem(dump: Path, pcp_json: Any) -> None:
+    edit(dump / LAST, "pcp.all_gather_rows(%cat, 4, 'pcp')", "pcp.all_gather_rows()")
+    code, data = pcp_json("check", dump)
+    assert code == 1 and "cannot be checked: IndexError" in problems(data)[f"{LAST} EQUAL_COLLECTIVES"]
+
+
 def manifest(dump: Path, change: Callable[[dict[str, Any]], object]) -> None:
     held = json.loads((dump / dumps.MANIFEST).read_text())
     change(held)
@@ -142,6 +148,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "must be lists of strings": lambda m: m["graphs"][0].update(standing=[1]),
     "'ctx' is": lambda m: m.update(ctx={"pcp": 4, "os": "x"}),
     "'ctx' is no context: pcp is 0": lambda m: m["ctx"].update(pcp=0),
+    "'hints' must map symbols to sizes from 2": lambda m: m.update(hints={"s0": True}),
     "'constants' must list names": lambda m: m.update(constants=["../x"]),
 }
 

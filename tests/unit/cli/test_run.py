@@ -10,7 +10,11 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+from pcp_passes import dumps
 from pcp_passes.errors import ConfigError, DumpError, Refusal
+from pcp_passes.ir import meta
+from pcp_passes.ir.parser import parse_graph
+from pcp_passes.ir.symbols import symbol_hints
 from pcp_passes.passes import PASSES, SHARDED, Pass, PassContext, PassResult
 from pcp_passes.passes.registry import PIPELINES, parse_passes, pass_registry
 
@@ -29,6 +33,16 @@ def test_a_pipeline_over_the_captured_graph_gives_the_same_dump(
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
     assert pcp("check", again).exit_code == 0
     assert data["graph"] == (dump / LAST).read_text()
+
+
+def test_sizes_at_capture_are_those_that_passes_weigh_with(dump: Path) -> None:
+    held = dumps.load_dump(dump)
+    (symbol,) = held.hints
+    assert held.hints == {symbol: 8}
+    for hints, rows in ((held.hints, 8), ({}, 61)):
+        graph = parse_graph(held.stages[0].text(), hints=hints).graph
+        ids = next(meta.tensor(node) for node in graph.nodes if node.name == "l_ids_")
+        assert symbol_hints(ids.shape) == {symbol: rows}
 
 
 def test_passes_go_on_from_a_stage_with_what_stands_there(dump: Path, pcp: Any, pcp_json: Any) -> None:

@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, *, double: bool = False
     ) -> dict[str, torch.Tensor]:
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1])[None]
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         angles = position_ids[..., None] * self.frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         x = self.embed(input_ids)

@@ -45,8 +45,8 @@ def test_inspect_a_model() -> None:
 
 def test_inspect_on_the_meta_device_and_without_running() -> None:
     model = decoder().to("meta")
-    report = pcp_passes.inspect_model(model, {"input_ids": tokens(48).to("meta")}, pcp=4)
-    assert report.sent == pcp_passes.inspect_model(decoder(), {"input_ids": tokens(48)}, pcp=4).sent
+    report = pcp_passes.inspect_model(model, {"input_ids": tokens(48).to("meta")}, pcp=4, balance=0.01)
+    assert report.sent == pcp_passes.inspect_model(decoder(), {"input_ids": tokens(48)}, pcp=4, balance=0.01).sent > 0
 
 
 def test_inspect_a_model_that_runs_whole() -> None:

@@ -19,7 +19,7 @@ def test_everything_is_accepted_once() -> None:
     asked = {
         "layout": "contiguous", "outputs": "last", "inner": "eager", "unknown": "replicate",
         "tokens": {"input_ids": 1}, "replicate": ["model.head"], "verify": "every", "dump": "out", "axis": "cp",
-        "agreement_s": 5,
+        "agreement_s": 5, "balance": 3,
     }  # fmt: skip
     options = TorchOptions.parse(asked)
     assert options.replicate == ("model.head",) and options.agreement_s == 5.0
@@ -45,6 +45,8 @@ def test_everything_is_accepted_once() -> None:
         ("replicate", [1], "replicate must list module paths"),
         ("dump", 3, "dump must be a name or None, found 3"),
         ("axis", "", "axis must be a name or None, found ''"),
+        ("balance", 0, "balance must be a number of operations per byte"),
+        ("balance", float("nan"), "found nan"),
         ("agreement_s", 0, "agreement_s must be a number of seconds from 1 to 3600"),
         ("agreement_s", True, "found True"),
     ],

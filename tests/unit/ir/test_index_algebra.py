@@ -295,6 +295,14 @@ def test_assumptions_decide_masks_of_inputs() -> None:
     assert unknown_source(result, analyse(gm.graph, {positions: "iota"})).name == padding  # type: ignore[arg-type]
 
 
+def test_windows_of_a_table_are_assumed() -> None:
+    table = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril().triu(-2)
+    gm = captured(lambda n, x: x[:, :, :n, :n], table)
+    name = list(gm.graph.nodes)[1].name
+    value = outcome(gm, analyse(gm.graph, {name: "window 3"}))
+    assert value is not None and visibility(value) == Visible(2, 0)
+
+
 def test_token_ids_are_not_worth_an_assumption() -> None:
     gm = captured(lambda n, ids, table: torch.nn.functional.embedding(ids.view(-1, n), table),
                   torch.zeros(1, 5, dtype=torch.long), torch.zeros(9, 4))  # fmt: skip
@@ -310,8 +318,8 @@ def test_assumptions_that_cannot_be_are_refused() -> None:
         analyse(gm.graph, {name: "iota"})
     with pytest.raises(ConfigError, match="no tensor with enough dimensions"):
         analyse(gm.graph, {name: "tril"})
-    with pytest.raises(ConfigError, match="required one of iota, ones, zeros, tril"):
-        analyse(gm.graph, {name: "twos"})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="required one of iota, ones, zeros, tril, window N"):
+        analyse(gm.graph, {name: "twos"})
 
 
 @pytest.mark.parametrize(
@@ -322,6 +330,7 @@ def test_assumptions_that_cannot_be_are_refused() -> None:
         ("zeros", torch.zeros(6)),
         ("tril", torch.ones(4, 4).tril()),
         ("tril", torch.ones(4, 6, dtype=torch.bool).tril()),
+        ("window 3", torch.ones(1, 1, 9, 9, dtype=torch.bool).tril().triu(-2)),
     ],
 )
 def test_a_real_tensor_is_checked_against_an_assumption(assumption: Any, tensor: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def test_before_and_expected() -> None:
     gm, result = rewritten(before, *operands(9))
     assert structure(gm) == structure(captured(expected, *operands(9)))
     assert result.rewrites == 1
-    assert [str(note) for note in result.notes] == ["1 attentions see j >= i - 4 and j <= i"]
+    assert [str(note) for note in result.notes] == ["told by positions: 1 with j >= i - 4 and j <= i"]
 
 
 SDPA: dict[str, tuple[Program, Visible]] = {
@@ -159,6 +159,20 @@ def divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(torch.softmax(torch.where(causal(q.shape[2]), logits, INF), -1), v)
 
 
+def scaled_after_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As codegen does: the mask is divided with the logits."""
+    logits = torch.maximum(q @ k.mT + additive(causal(q.shape[2])), torch.full((), LOW))
+    return torch.softmax(logits / 2.0, -1) @ v
+
+
+def merged_for_the_logits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Batch and heads merged for the first product alone."""
+    n = q.shape[2]
+    a, b = q.reshape(-1, n, SIZE), k.reshape(-1, n, SIZE)
+    logits = torch.zeros(a.shape[0], n, n).baddbmm(a, b.transpose(1, 2), beta=1.0, alpha=0.3).view(-1, HEADS, n, n)
+    return torch.softmax(torch.where(causal(n), logits, LOW), -1) @ v
+
+
 def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     logits = (torch.matmul(q * 0.4, k.mT)).masked_fill(~windowed(q.shape[2]), LOW)
     return torch.softmax(logits, -1) @ v
@@ -210,6 +224,8 @@ EAGER: dict[str, Program] = {
     "two masks": lambda q, k, v: eager(q, k, v, additive(windowed(q.shape[2]))) * eager(q, k, v, None),
     "divided by a constant tensor": divided,
     "masked_fill": filled,
+    "scaled after the mask": scaled_after_mask,
+    "merged for the logits": merged_for_the_logits,
     "soft cap": capped,
     "sinks": sunk,
     "merged heads and alibi": flat,

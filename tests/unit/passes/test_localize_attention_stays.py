@@ -72,6 +72,14 @@ def capped_after_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(torch.tanh(logits / 2.0) * 2.0, -1) @ v
 
 
+def weakened_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax((q @ k.mT + additive(causal(q.shape[2]), -1e9)) * 1e-6, -1) @ v
+
+
+def bounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(torch.maximum(q @ k.mT, torch.full((), -3.0)), -1) @ v
+
+
 def negative_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * -0.5, -1) @ v
 
@@ -129,6 +137,8 @@ STAYS: dict[str, tuple[Program, str]] = {
     "logits read twice": (logits_read_twice, "is read by 2 nodes"),
     "a cap that does not undo its factor": (capped_otherwise, "caps at 3.0"),
     "a cap after the mask": (capped_after_mask, "masked or capped already"),
+    "a mask scaled until it shows": (weakened_mask, "what is left may not hide"),
+    "logits bounded from below": (bounded, "bounds the logits from below"),
     "a negative scale": (negative_scale, "no positive constant"),
     "a shift that is not the maximum": (shifted, "not their row maximum"),
     "alibi in half precision": (half_alibi, "is not known by position"),
