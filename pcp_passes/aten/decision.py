@@ -59,8 +59,8 @@ class Mixes:
 Decision = Local | Mixes
 
 
-class Ambiguous(Exception):
-    """A rule would state one need for two uses of a node; the table answers ``Mixes`` for it."""
+class CannotTell(Exception):
+    """Raised inside a rule that was asked what it has no answer for; the table answers ``Mixes`` with the reason."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class Call:
         ``one_role``: every use of a node among the operands means the same, as in ``x * x``.
 
         Raises:
-            Ambiguous: a named node is used twice, and its uses may mean different things, as in ``x.gather(1, x)``.
+            CannotTell: a named node is used twice, and its uses may mean different things, as in ``x.gather(1, x)``.
         """
         if not one_role and any(self.operands.count(node) > 1 for node in wanted):
-            raise Ambiguous
+            raise CannotTell("uses one tensor in two roles")
         return tuple(wanted.get(operand, REPLICATE) for operand in self.operands)
 
 

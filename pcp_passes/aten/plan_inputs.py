@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from pcp_passes.aten.decision import expression, tensor_of
+from pcp_passes.aten.decision import expression, multiple, tensor_of
 from pcp_passes.errors import PcpError
 from pcp_passes.ir import meta
 
@@ -37,9 +37,12 @@ class PlanInputs:
 
 
 def add_plan_inputs(graph: fx.Graph, mode: Any, tokens: torch.SymInt, rows: torch.SymInt) -> PlanInputs:
-    """Append the plan inputs to the placeholders of a captured graph (CPU or the device of its first tensor input)."""
+    """Append the plan inputs to the placeholders of a captured graph, on the device of its token rows."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    device = next((held.device for n in graph.nodes for held in meta.tensors(n)), torch.device("cpu"))
+    symbol = expression(tokens)
+    held = [h for node in graph.nodes if node.op == "placeholder" for h in meta.tensors(node)]
+    on_rows = [h.device for h in held if any(multiple(size, symbol) for size in h.shape)]
+    device = next(iter(on_rows or [h.device for h in held]), torch.device("cpu"))
     added = []
     for name, size in ((ROWS, rows), (RESTORE, tokens)):
         with graph.inserting_after(last):

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pcp_passes.aten import experts, indexing, matmuls, pointwise, reductions, views
-from pcp_passes.aten.decision import Ambiguous, Call, Decision, Local, Mixes, Rule, argument
+from pcp_passes.aten.decision import Call, CannotTell, Decision, Local, Mixes, Rule, argument
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import Shard, Tied
@@ -26,7 +26,7 @@ from pcp_passes.ir.placements import Shard, Tied
 _NAMES: tuple[tuple[Rule, str], ...] = (
     (pointwise.pointwise, """
         _to_copy alias clone contiguous copy detach empty_like fill full_like lift_fresh_copy masked_fill ones_like
-        where zeros_like clamp clip floor_divide remainder fmod nan_to_num to gelu leaky_relu elu
+        where zeros_like clamp clip floor_divide remainder fmod nan_to_num gelu leaky_relu elu
         celu selu hardtanh hardswish hardsigmoid softplus mish silu relu relu6 sigmoid tanh logsigmoid log_sigmoid
         logit erf exp log log1p expm1 sqrt rsqrt reciprocal pow square abs sign neg floor ceil round trunc frac sin
         cos tan asin acos atan atan2 sinh cosh isnan isinf isfinite eq ne lt le gt ge logical_and logical_or
@@ -123,8 +123,8 @@ def decide(call: Call, pinned: Container[str] = ()) -> Decision:
     """
     try:
         found = _decide(call, pinned)
-    except Ambiguous:
-        return Mixes("uses one tensor in two roles")
+    except CannotTell as why:
+        return Mixes(str(why))
     return found if isinstance(found, Mixes) or _sizes_agree(call, found) else Mixes("its sizes contradict its rule")
 
 
@@ -145,7 +145,7 @@ def _sizes_agree(call: Call, found: Local) -> bool:
     for where, value in zip((*outs, *found.needs), held, strict=True):
         if not isinstance(where, Shard):
             continue
-        if not isinstance(value, torch.Tensor) or value.dim() <= where.dim:
+        if not isinstance(value, torch.Tensor) or not 0 <= where.dim < value.dim():
             return False
         if call.count(value.shape[where.dim]) != where.outer * where.inner:
             return False

@@ -8,7 +8,18 @@ from typing import Any
 
 import sympy
 
-from pcp_passes.aten.decision import Call, Decision, Local, Mixes, Rows, expression, position_of, tensor_of, wrap
+from pcp_passes.aten.decision import (
+    Call,
+    CannotTell,
+    Decision,
+    Local,
+    Mixes,
+    Rows,
+    expression,
+    position_of,
+    tensor_of,
+    wrap,
+)
 from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Placement, Shard
 
@@ -16,8 +27,7 @@ from pcp_passes.ir.placements import Placement, Shard
 def _moved(call: Call, dim: int | None, sizes: dict[int, Any] | None = None) -> Decision:
     """The only tensor operand keeps its rows at ``dim`` of the result."""
     source = call.operands[0]
-    where = call.at(source)
-    assert isinstance(where, Shard)
+    where, _ = _source(call)
     if dim is None:
         return Mixes("the token dimension has no place in the result")
     return Local(Shard(dim, where.outer, where.inner), call.needs({source: where}), sizes or {})
@@ -26,7 +36,8 @@ def _moved(call: Call, dim: int | None, sizes: dict[int, Any] | None = None) -> 
 def _source(call: Call) -> tuple[Shard, int]:
     """Placement and rank of the first operand, or a reason why not."""
     where = call.at(call.operands[0])
-    assert isinstance(where, Shard), "the first operand of a view is sharded, or nothing is"
+    if not isinstance(where, Shard):
+        raise CannotTell("what it views is not the sharded operand")
     return where, tensor_of(call.operands[0]).dim()
 
 

@@ -213,8 +213,8 @@ class _Counted:
     def notes(self) -> Iterator[str]:
         """What a reader of the figures has to know."""
         ledger = self._ledger
-        if not any("sharded" in held for held in ledger.ranks.values()):
-            yield "nothing is sharded: every rank runs the whole model"
+        if not any(held["sharded"].products for held in ledger.ranks.values() if "sharded" in held):
+            yield "no matrix product is sharded: every rank runs all of them"
         gathering = {gather.place[0] for gather in ledger.gathers if gather.rows}
         for number in sorted({a.place[0] for a in ledger.attends if a.local and a.place[0] is not None} - gathering):
             kind = self._kinds[number]

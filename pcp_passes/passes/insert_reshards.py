@@ -66,7 +66,7 @@ def insert_reshards(
         whole_outputs: restore outputs of token rows to global order; otherwise each rank returns its rows.
     """
     plan = plan_inputs(graph)
-    program = RankProgram.of(graph, plan, balance or _balance(graph), whole_outputs)
+    program = RankProgram.of(graph, plan, _balance(graph) if balance is None else balance, whole_outputs)
     notes: list[str | Note] = list(_notes(program.choices))
     count = write(graph, program, ctx, InsertReshards.name)
     if not count and not notes:

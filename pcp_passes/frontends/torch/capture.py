@@ -104,14 +104,35 @@ def capture(
     values = {symbol: space.tokens if symbol in found.symbols else size for symbol, size in sizes.items()}
     module = _prepared(source.gm, float_values(source.inputs, arguments))
     fakes = fake_inputs(space, source.inputs, values)
-    with space.ambient():
-        exported, signature = aot_export_module(module, fakes, trace_joint=False, pre_dispatch=True, decompositions={})
+    try:
+        with space.ambient():
+            exported, signature = aot_export_module(
+                module, fakes, trace_joint=False, pre_dispatch=True, decompositions={}
+            )
+    except Exception as error:
+        raise _no_functional_form(error) from error
     assert isinstance(exported, fx.GraphModule)
     _refuse_mutation(exported, source.inputs, signature)
     _unlift(exported, module, signature)
     _name_inputs(exported, source.inputs, fakes)
     _state_constants(exported, space)
     return Capture(exported, source.inputs, space)
+
+
+def _no_functional_form(error: Exception) -> Refusal:
+    """PyTorch's tracer fails in many ways: on a write into an input, on a higher-order op, on an op without a fake."""
+    text = str(error)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    executing = next((line.strip() for line in text.splitlines() if "While executing" in line), "")
+    return Refusal(
+        "this graph has no functional form, which the passes need: PyTorch could not trace it.",
+        [
+            ("found", f"{type(error).__name__}: {line}"),
+            *([("node", executing)] if executing else []),
+            ("next", 'change the model there (a write into an input is the usual reason), or unknown="replicate" runs'),
+            ("", "this graph on every rank as it is"),
+        ],
+    )
 
 
 def _refuse_other_inputs(inputs: Sequence[GraphInput]) -> None:

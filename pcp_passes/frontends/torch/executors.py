@@ -7,6 +7,7 @@ the same on all ranks; the rank is in the rows it is given.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from pcp_passes.errors import ConfigError, PcpError
 from pcp_passes.frontends.torch.fresh import FreshSpace, compile_in
 from pcp_passes.frontends.torch.options import Inner, TorchOptions
 from pcp_passes.frontends.torch.plan import TokenPlan
+from pcp_passes.passes.parts import split_parts
 from pcp_passes.simulate import simulate
 
 AXIS = "pcp"
@@ -106,10 +108,16 @@ class GroupExecutor:
         )  # fmt: skip
 
     def prepare(self, space: FreshSpace, gm: fx.GraphModule) -> Program:
-        """Compile with Inductor, or take the graph as it is."""
-        if self.inner == "inductor":
-            return compile_in(space, gm)
-        return _without_sizes(gm.forward)
+        """Compile the body with Inductor and run what is before and after it as it is; or run all of it as it is."""
+        if self.inner != "inductor":
+            return _without_sizes(gm.forward)
+        parts = split_parts(gm)
+        body = compile_in(space, parts.body)
+
+        def program(num_tokens: int, num_rows: int, *arguments: Any) -> Sequence[Any]:
+            return parts.run(arguments, functools.partial(body, num_tokens, num_rows))
+
+        return program
 
     def run(self, program: Program, arguments: Sequence[Any], plan: TokenPlan) -> Sequence[Any]:
         """Run this rank's rows; collectives go over the group."""

@@ -37,7 +37,7 @@ class Variant:
 
     Attributes:
         key: constants of the graph.
-        captured: the graph before the rewrite, and the environment with the guards.
+        captured: the graph before the rewrite, and the environment with the guards; ``None`` where there is none.
         rewritten: the graph that runs; ``None`` for one that every rank runs whole.
         program: what runs it.
         assumed: inputs taken for what they held.
@@ -47,7 +47,7 @@ class Variant:
     """
 
     key: CallKey
-    captured: Capture
+    captured: Capture | None
     rewritten: Rewritten | None
     program: Program
     assumed: tuple[ValueGuard, ...] = ()
@@ -59,7 +59,7 @@ class Variant:
         if key != self.key:
             return f"constants of the graph are {self.key}, found {key}"
         lengths = plan.num_tokens, plan.num_rows
-        if lengths not in self.accepted:
+        if self.captured is not None and lengths not in self.accepted:
             broken = self.captured.space.broken_guards(*lengths)
             if broken:
                 return f"guard {broken[0]} does not hold for T = {lengths[0]}, M = {lengths[1]}"
@@ -124,7 +124,13 @@ class ShardedGraph:
         return made
 
     def _make(self, key: CallKey, plan: TokenPlan, arguments: Sequence[Any]) -> Variant:
-        captured = capture(self.graph, arguments, rows=plan.num_rows, choice=self.choice)
+        try:
+            captured = capture(self.graph, arguments, rows=plan.num_rows, choice=self.choice)
+        except Refusal as refused:
+            if self.options.unknown != "replicate":
+                raise
+            logger.warning("%s runs replicated on every rank: %s", self.name, refused.headline)
+            return Variant(key, None, None, self.graph.gm.forward)
         special = captured.space.specialised()
         if special:
             return self._whole(key, captured, "; ".join(special))
