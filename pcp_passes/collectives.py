@@ -29,6 +29,9 @@ from pcp_passes.ir.markers import gathered_like
 
 ALL_GATHER_ROWS = "pcp::all_gather_rows"
 
+#: PyTorch 2.13 renamed the first to the second, and warns at each use of the old name.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Gather = Callable[[torch.Tensor], torch.Tensor]
 Group = dist.ProcessGroup | Gather
 
@@ -149,7 +152,7 @@ def _all_gather_rows(x: torch.Tensor, pcp: int, axis: str) -> torch.Tensor:
             "Rewrite the graph for the group that runs it."
         )
     out = gathered_like(x, pcp)
-    dist.all_gather_into_tensor(_as_bytes(out), _as_bytes(x), group=group)
+    _gather_into(_as_bytes(out), _as_bytes(x), group=group)
     return out
 
 

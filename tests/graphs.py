@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functional ATen graphs of T tokens for tests: single calls, and captures of short programs, in a space of their own."""
+"""Functional ATen graphs of T tokens for tests: single calls, and captures of short programs, in a fresh space."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ Dim = int | str
 """A size: a number, or a multiple of the token count, ``"T"`` or ``"2T"``."""
 
 HINT_TOKENS, HINT_ROWS = 12, 5
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def times(dim: Dim) -> int | None:
@@ -73,7 +74,9 @@ class Given:
             return torch.randint(int(self.low), int(high or 8), shape, generator=generator).to(self.dtype)
         if high is None:
             return torch.randn(shape, generator=generator, dtype=self.dtype)
-        found: torch.Tensor = self.low + (float(high) - self.low) * torch.rand(shape, generator=generator, dtype=self.dtype)
+        found: torch.Tensor = self.low + (float(high) - self.low) * torch.rand(
+            shape, generator=generator, dtype=self.dtype
+        )
         return found
 
 
@@ -150,16 +153,14 @@ class Built:
         """The question that ``propagate-placements`` asks when these operands have these placements."""
         placed = {node: where.get(entry, otherwise) for entry, node in self.inputs.items()}
         members = operands(self.node)
-        return Call(
-            self.node, members, tuple(placed.get(n, otherwise) for n in members), self.space.tokens.node.expr
-        )
+        return Call(self.node, members, tuple(placed.get(n, otherwise) for n in members), self.space.tokens.node.expr)
 
 
 _shared: list[FreshSpace] = []
 
 
 def shared_space() -> FreshSpace:
-    """One space for many calls: PyTorch remembers what it worked out. A call that fixes T spoils it; the next is new."""
+    """One space for many calls: PyTorch remembers what it worked out. One that fixes T spoils it; the next is new."""
     if not _shared or _shared[0].specialised():
         _shared[:] = [fresh_space(HINT_TOKENS, HINT_ROWS)]
     return _shared[0]
@@ -209,14 +210,16 @@ class Program:
         return [entry.real(tokens, generator) for entry in self.inputs]
 
 
-def traced(function: Callable[..., Any], *inputs: Given) -> Program:
-    """Capture a function of tensors as the front end does: functional, pre-dispatch ATen. Inputs are called a, b, ..."""
+def traced(function: Callable[..., Any], *inputs: Given, names: Sequence[str] = LETTERS) -> Program:
+    """Capture a function of tensors as the front end does: functional pre-dispatch ATen. Inputs are called a, b, ..."""
     space = fresh_space(HINT_TOKENS, HINT_ROWS)
-    gm = _exported(function, [entry.fake(space) for entry in inputs], space, "abcdefghijklmnopqrstuvwxyz"[: len(inputs)])
+    gm = _exported(function, [entry.fake(space) for entry in inputs], space, names[: len(inputs)])
     return Program(gm, space, inputs)
 
 
-def _exported(function: Callable[..., Any], fakes: list[Any], space: FreshSpace, names: Sequence[str]) -> fx.GraphModule:
+def _exported(
+    function: Callable[..., Any], fakes: list[Any], space: FreshSpace, names: Sequence[str]
+) -> fx.GraphModule:
     class Whole(nn.Module):
         def forward(self, *arguments: torch.Tensor) -> Any:
             found = function(*arguments)
@@ -235,7 +238,7 @@ def expected(function: Callable[..., Any], *inputs: Given) -> str:
     """Formula of the graph of one rank, written by hand: a function of the inputs, ``pcp_rows`` and ``pcp_restore``."""
     space = fresh_space(HINT_TOKENS, HINT_ROWS)
     fakes = [*(entry.fake(space) for entry in inputs), *fake_plan(space, torch.device("cpu"))]
-    names = [*"abcdefghijklmnopqrstuvwxyz"[: len(inputs)], ROWS, RESTORE]
+    names = [*LETTERS[: len(inputs)], ROWS, RESTORE]
     gm = _exported(function, fakes, space, names)
     normalize(gm.graph)
     return formula(gm)

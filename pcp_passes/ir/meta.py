@@ -129,6 +129,11 @@ def set_aten_value(node: fx.Node, new: object) -> None:
     node.meta["val"] = new
 
 
+def forget_unbacked(node: fx.Node) -> None:
+    """Drop the symbols a tracer bound to data-dependent sizes: another environment makes its own."""
+    node.meta.pop("unbacked_bindings", None)
+
+
 def duplicate(node: fx.Node, copy: fx.Node) -> None:
     """Give the copy of a node everything the node has."""
     copy.meta = dict(node.meta)

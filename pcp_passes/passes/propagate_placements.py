@@ -71,7 +71,7 @@ def propagate_placements(graph: fx.Graph, replicate: Iterable[str] = (), unknown
     while (culprit := _forward(graph, plan, named, pinned)) is not None:
         assert culprit not in pinned, f"the sort %{culprit} is replicated, and something is still tied to it"
         pinned.add(culprit)
-    sharded = [n for n in graph.nodes if any(not _whole(w) for w in meta.placements(n))]
+    sharded = [n for n in graph.nodes if n is not plan.rows and any(not _whole(w) for w in meta.placements(n))]
     notes: list[str | Note] = [note(why, n) for n in graph.nodes if (why := meta.info(n).reason)]
     if not sharded:
         notes.append("nothing is sharded: no embedding or floating-point input has a token dimension")
@@ -111,7 +111,7 @@ def _forward(graph: fx.Graph, plan: PlanInputs, named: tuple[str, ...], pinned: 
             _place_input(node, plan)
             continue
         if node.target is _GETITEM:
-            _place_member(node)
+            _place_member(node, plan)
             continue
         call = call_of(node, plan)
         if all(map(_whole, call.placed)):
@@ -147,15 +147,15 @@ def _place_input(node: fx.Node, plan: PlanInputs) -> None:
         meta.set_rows(node, rows)
 
 
-def _place_member(node: fx.Node) -> None:
+def _place_member(node: fx.Node, plan: PlanInputs) -> None:
     source: Any = node.args[0]
     index: Any = node.args[1]
     held = meta.placements(source)
     _place(node, held[index] if len(held) > 1 else held[0])
     value = meta.tensor(node)
     rows = meta.info(source).rows
-    if rows is not None and value is not None and isinstance(rows, Shard) and value.dim() > rows.dim:
-        meta.set_rows(node, rows, None)
+    if value is not None and isinstance(rows, Shard):
+        meta.set_rows(node, _rows_like(value, rows, plan), None)
 
 
 def _place_start(node: fx.Node, plan: PlanInputs) -> None:
@@ -231,7 +231,11 @@ def why_unknown(node: fx.Node, unknown: Unknown) -> str | None:
         return "draws random numbers, which would differ between ranks (model.eval() turns dropout off)"
     if rules.mutated_arguments(node):
         return "writes one of its operands"
-    if unknown == "refuse" and any(map(_depends_on_data, meta.tensors(node))):
+    if unknown == "replicate":
+        return None
+    if "auto_functionalized" in str(node.target):
+        return "is a custom op that writes its operands"
+    if any(map(_depends_on_data, meta.tensors(node))):
         return "has a size that depends on data"
     return None
 

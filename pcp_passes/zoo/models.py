@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from pcp_passes.errors import ConfigError
-from pcp_passes.zoo.shrink import VOCAB, small_config
+from pcp_passes.zoo.shrink import VOCAB, small_config, too_large
 
 #: Lengths that every type is checked at, and the one past the fixed chunk of 64 tokens of the delta-rule kernels.
 LENGTHS = (7, 33, 48, 64)
@@ -106,7 +106,9 @@ def recipe(name: str) -> Recipe:
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model in evaluation mode, f32, without gradients; its ``forward`` returns logits f32[1, T, 256].
 
-    Raises whatever transformers raises when it cannot be built this small.
+    Raises:
+        ConfigError: there is no such type, or a shrunk model is still large.
+        Exception: whatever transformers raises when it cannot be built this small.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -115,6 +117,10 @@ def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     if wanted.values is None:
         configuration = small_config(configuration_class, wanted.adjust)
+        with torch.device("meta"):
+            large = too_large(AutoModelForCausalLM.from_config(configuration).named_parameters())
+        if large:
+            raise ConfigError(f"{name} cannot be made small enough: {large}.")
     else:
         configuration = configuration_class(**wanted.values)
     configuration.use_cache = False

@@ -196,7 +196,7 @@ def _small_list(key: str, value: list[Any], count: int, kept: Sequence[int]) -> 
     return value
 
 
-def too_large(parameters: Iterable[tuple[str, Any]], limit: int = 6_000_000) -> str | None:
+def too_large(parameters: Iterable[tuple[str, Any]], limit: int = 12_000_000) -> str | None:
     """Why a model is not small enough to be run: its largest parameters."""
     sizes = sorted(((parameter.numel(), name) for name, parameter in parameters), reverse=True)
     total = sum(size for size, _ in sizes)

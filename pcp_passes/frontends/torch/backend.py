@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from pcp_passes.errors import PcpError, Refusal
-from pcp_passes.frontends.torch.capture import DynamoGraph
+from pcp_passes.frontends.torch.capture import DynamoGraph, symbol_values
 from pcp_passes.frontends.torch.executors import Executor, GroupExecutor
-from pcp_passes.frontends.torch.inputs import GraphInput, TokenChoice, choose_tokens, unknown_names
+from pcp_passes.frontends.torch.inputs import GraphInput, TokenChoice, choose_resumed, choose_tokens, unknown_names
 from pcp_passes.frontends.torch.options import TorchOptions
 from pcp_passes.frontends.torch.sharded import ShardedGraph
 
@@ -57,16 +57,30 @@ class PcpBackend:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         graph = DynamoGraph.read(gm)
-        choice = choose_tokens(graph.inputs, self.options.tokens)
         name = f"graph-{next(_numbers)}"
+        resumed = self._resumed(graph.inputs)
+        choice = (
+            choose_resumed(graph.inputs, symbol_values(graph.inputs, example_inputs))
+            if resumed
+            else choose_tokens(graph.inputs, self.options.tokens)
+        )
         if choice.symbols:
-            sharded = ShardedGraph(graph, choice, self.options, self.make_executor(), name)
+            sharded = ShardedGraph(graph, choice, self.options, self.make_executor(), name, resumed=resumed)
             self.graphs.append(sharded)
             return sharded
-        why = self._why_whole(graph.inputs, choice, name)
+        why = choice.why_static if resumed else self._why_whole(graph.inputs, choice, name)
         logger.info("%s runs replicated on every rank: %s", name, why)
         self.replicated.append(why)
         return _as_captured(gm, example_inputs, self.options.inner)
+
+    def _resumed(self, inputs: Sequence[GraphInput]) -> bool:
+        """Whether the graph is what follows a graph break: it reads none of the named arguments, an earlier one did.
+
+        Running such a graph whole is always right, so it is never refused for its sizes.
+        """
+        names = set(self.options.tokens)
+        read = any(given.source in names or given.last_name in names for given in inputs)
+        return bool(names) and not read and bool(self.graphs or self.replicated)
 
     def _why_whole(self, inputs: Sequence[GraphInput], choice: TokenChoice, name: str) -> str:
         """Why a graph without token count may run whole on every rank. Raises Refusal when it may not."""

@@ -159,6 +159,7 @@ def _prepared(gm: fx.GraphModule, floats: Mapping[int, float]) -> fx.GraphModule
         for item in list(placeholders[index].users):
             _replace_by_constant(item, value)
     for node in reversed(graph.nodes):
+        meta.forget_unbacked(node)
         if _changes_nothing(node):
             graph.erase_node(node)
     return module_like(gm, graph)

@@ -163,15 +163,7 @@ def choose_tokens(inputs: Sequence[GraphInput], named: Mapping[str, int] | None 
     dims = _named_dims(inputs, named or {})
     if dims:
         return _from_names(dims)
-    candidates: dict[Expression, list[str]] = {}
-    for given in inputs:
-        for dim, size in enumerate(given.size):
-            for symbol in sorted(_symbols(size), key=str):
-                candidates.setdefault(symbol, []).append(f"{given.source} dim {dim}")
-    if not candidates:
-        for given in inputs:
-            for symbol in sorted(given.symbols(), key=str):
-                candidates.setdefault(symbol, []).append(given.source)
+    candidates = _candidates(inputs)
     if not candidates:
         return TokenChoice(frozenset(), "no input of this graph has a dynamic size")
     if len(candidates) == 1:
@@ -182,6 +174,35 @@ def choose_tokens(inputs: Sequence[GraphInput], named: Mapping[str, int] | None 
         "Name the token dimension of the inputs that have one, as in "
         f'tokens={{"{_example(candidates)}": 1}}; every other size is then compiled as a constant.'
     )
+
+
+def choose_resumed(inputs: Sequence[GraphInput], sizes: Mapping[Expression, int]) -> TokenChoice:
+    """Find the token symbols of a graph that follows a graph break, whose inputs have no names to go by.
+
+    Args:
+        inputs: of one Dynamo graph.
+        sizes: what the symbols are in the call at hand. Several are the token count when all are equal.
+    """
+    candidates = _candidates(inputs)
+    if not candidates:
+        return TokenChoice(frozenset(), "a graph after a graph break whose inputs have no dynamic size")
+    if len(candidates) > 1 and len({sizes.get(symbol) for symbol in candidates}) != 1:
+        return TokenChoice(frozenset(), f"a graph after a graph break with {len(candidates)} unrelated sizes")
+    return TokenChoice(frozenset(candidates))
+
+
+def _candidates(inputs: Sequence[GraphInput]) -> dict[Expression, list[str]]:
+    """Symbols of the inputs' sizes, each with the places that have it."""
+    candidates: dict[Expression, list[str]] = {}
+    for given in inputs:
+        for dim, size in enumerate(given.size):
+            for symbol in sorted(_symbols(size), key=str):
+                candidates.setdefault(symbol, []).append(f"{given.source} dim {dim}")
+    if not candidates:
+        for given in inputs:
+            for symbol in sorted(given.symbols(), key=str):
+                candidates.setdefault(symbol, []).append(given.source)
+    return candidates
 
 
 def _example(candidates: Mapping[Expression, Sequence[str]]) -> str:

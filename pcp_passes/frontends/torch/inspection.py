@@ -88,6 +88,9 @@ class InspectReport:
         for why in self.replicated:
             yield f"  replicated on every rank: {why}"
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def _notes(self) -> list[str]:
         results = self.passes.results if self.passes else ()
         return [f"{name}: {note}" for name, result in results for note in result.notes]

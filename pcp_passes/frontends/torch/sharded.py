@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from pcp_passes.dumps import claim_folder, dump_folder
-from pcp_passes.errors import Refusal
+from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.capture import Capture, DynamoGraph, capture
 from pcp_passes.frontends.torch.executors import Executor, Program
 from pcp_passes.frontends.torch.guards import CallKey, ValueGuard, read_call, value_guards
@@ -79,11 +79,20 @@ class ShardedGraph:
         options: what the user asked for.
         executor: who runs the result.
         name: of the graph, for messages and dumps.
+        resumed: the graph follows a graph break: a call whose sizes are not one token count runs it whole.
     """
 
     def __init__(
-        self, graph: DynamoGraph, choice: TokenChoice, options: TorchOptions, executor: Executor, name: str = "graph"
+        self,
+        graph: DynamoGraph,
+        choice: TokenChoice,
+        options: TorchOptions,
+        executor: Executor,
+        name: str = "graph",
+        *,
+        resumed: bool = False,
     ) -> None:
+        self.resumed = resumed
         self.graph, self.choice, self.options, self.executor, self.name = graph, choice, options, executor, name
         self.variants: list[Variant] = []
         self.compilations = 0
@@ -96,7 +105,14 @@ class ShardedGraph:
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         """Run one call; T is read from the arguments."""
-        tokens, key = read_call(self._varying, self.choice, arguments)
+        try:
+            tokens, key = read_call(self._varying, self.choice, arguments)
+        except ConfigError:
+            if not self.resumed:
+                raise
+            with torch.no_grad():
+                whole: Sequence[Any] = self.graph.gm.forward(*arguments)
+            return whole
         plan = self._plans.get(tokens, _device_of(arguments[self._first_rows]))
         variant = self._variant(key, plan, arguments)
         self.rows = self.executor.local_rows(plan)

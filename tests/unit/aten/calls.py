@@ -9,24 +9,14 @@ from typing import Any
 import torch
 
 from tests.graphs import ATEN, Dim, Given, Sample, Size, given, sample
+from tests.unit.aten.calls_indexing import dims_of, indexing_calls, ints, joining_calls, twice_calls
 
 A = ATEN
-INT = torch.int64
 T, T2 = Size(1), Size(2)
 
 SHAPES: tuple[tuple[Dim, ...], ...] = (
     ("T",), ("T", 3), (3, "T"), (2, "T", 4), ("2T", 4), ("T", "T", 2),
 )  # fmt: skip
-
-
-def ints(*shape: Dim, high: Any = 3, low: int = 0, dtype: torch.dtype = INT) -> Given:
-    """Indices below ``high``."""
-    return given(*shape, dtype=dtype, low=low, high=high)
-
-
-def dims_of(shape: tuple[Dim, ...]) -> list[int]:
-    """First, middle and last dimension."""
-    return [0] if len(shape) == 1 else [0, -1] if len(shape) == 2 else [0, 1, -1]
 
 
 def view_calls() -> Iterator[Sample]:
@@ -106,8 +96,9 @@ def view_calls() -> Iterator[Sample]:
 
 RESHAPES: tuple[tuple[tuple[Dim, ...], list[Any]], ...] = (
     (("T", 4), [T, 2, 2]), (("T", 4), [-1, 2, 2]), (("T", 4), [T, -1, 2]), (("T", 4), [1, T, 4]), (("T", 4), [-1]),
-    ((1, "T", 4), [T, 4]), ((2, "T", 4), [T2, 4]), ((2, "T", 4), [-1, 4]), ((2, "T", 4), [2, -1]), (("T", 2, 4), [T2, 4]),
-    (("T", 2, 4), [-1, 4]), (("T", 2, 4), [T, 8]), (("2T", 4), [T, 2, 4]), (("2T", 4), [2, T, 4]), (("2T", 4), [2, -1, 4]),
+    ((1, "T", 4), [T, 4]), ((2, "T", 4), [T2, 4]), ((2, "T", 4), [-1, 4]), ((2, "T", 4), [2, -1]),
+    (("T", 2, 4), [T2, 4]), (("T", 2, 4), [-1, 4]), (("T", 2, 4), [T, 8]), (("2T", 4), [T, 2, 4]), (("2T", 4), [2, T, 4]),
+    (("2T", 4), [2, -1, 4]),
     (("4T",), [2, T2]), (("4T",), [T, 2, 2]), (("4T",), [2, T, 2]), ((4, "T"), [2, T2]), ((4, "T"), [-1, T2]),
     (("T", 4), [T2, 2]), (("T", 4), [T2, -1]), (("T", 6), [3, T2]), (("T", "T"), [-1]), (("T", "T", 2), [T, -1]),
     (("T", "T", 2), [T, T2]), (("T", "T", 2), [T2, T]), (("T", 1, 4), [T, 4]), (("T",), [T, 1]), (("T",), [1, -1]),
@@ -136,8 +127,8 @@ def reshape_calls() -> Iterator[Sample]:
 ALONG = (
     "softmax.int log_softmax.int cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default"
     " sort.default argsort.default mean.dim sum.dim_IntList amax.default amin.default prod.dim_int argmax.default"
-    " argmin.default max.dim min.dim logsumexp.default std.dim var.dim var.correction var_mean.correction nansum.default"
-    " std_mean.dim median.dim glu.default _safe_softmax.default fft_fft.default fft_ifft.default fft_rfft.default"
+    " argmin.default max.dim min.dim logsumexp.default std.dim var.dim var.correction var_mean.correction"
+    " nansum.default std_mean.dim median.dim glu.default _safe_softmax.default fft_fft.default fft_ifft.default fft_rfft.default"
     " fft_irfft.default flip.default count_nonzero.dim_IntList linalg_vector_norm.default norm.ScalarOpt_dim any.dim"
     " all.dim any.dims all.dims sort.stable argsort.stable _softmax.default _log_softmax.default topk.default"
     " kthvalue.default roll.default std.correction max.default min.default sum.default mean.default any.default"
@@ -146,7 +137,7 @@ ALONG = (
 
 
 def along_calls() -> Iterator[Sample]:
-    for shape in SHAPES[1:]:
+    for shape in (("T", 3), (2, "T", 4), ("2T", 4), ("T", "T", 2)):
         x = given(*shape)
         for name in ALONG:
             target = _overload(name)
@@ -174,7 +165,15 @@ def _overload(name: str) -> Any:
 
 def _along(target: Any, name: str, x: Given, dim: int, shape: tuple[Dim, ...]) -> Iterator[Sample]:
     names = [declared.name for declared in target._schema.arguments]
-    values: dict[str, Any] = {"dim": dim, "half_to_float": False, "k": 1, "shifts": [1], "p": 2, "ord": 2, "stable": True}
+    values: dict[str, Any] = {
+        "dim": dim,
+        "half_to_float": False,
+        "k": 1,
+        "shifts": [1],
+        "p": 2,
+        "ord": 2,
+        "stable": True,
+    }
     values["dims"] = [dim]
     base = name.split(".")[0]
     many = {"sum", "mean", "amax", "amin", "logsumexp", "std", "var", "var_mean", "std_mean", "nansum", "count_nonzero"}
@@ -186,9 +185,8 @@ def _along(target: Any, name: str, x: Given, dim: int, shape: tuple[Dim, ...]) -
         args, kwargs = [x], {}
         for declared in target._schema.arguments[1:]:
             value = keep if declared.name == "keepdim" else values.get(declared.name, declared.default_value)
-            if declared.name not in values and declared.name != "keepdim":
-                if declared.kwarg_only:
-                    continue
+            if declared.name not in values and declared.name != "keepdim" and declared.kwarg_only:
+                continue
             if declared.kwarg_only:
                 kwargs[declared.name] = value
             else:
@@ -247,8 +245,8 @@ def product_calls() -> Iterator[Sample]:
         yield sample(A.baddbmm.default, given(a[0], a[1], b[-1]), given(*a), given(*b))
     for a, b in (
         ((2, "T", 4), (4, 3)), (("T", 4), (5, 4, 3)), (("T", 1, 2, 4), (3, 4, 2)), ((2, 1, 3, 4), ("T", 4, 2)),
-        (("T", 1, 2, 4), (1, 3, 4, 2)), ((2, 3, 4), (4, "T")), (("T",), ("T", 3)), (("T", 4), (4,)), ((2, "T", 4), (2, 4, "T")),
-        ((1, "T", 2, 4), (3, 1, 4, 2)), (("T", 2, 4), (1, 4, 3)),
+        (("T", 1, 2, 4), (1, 3, 4, 2)), ((2, 3, 4), (4, "T")), (("T",), ("T", 3)), (("T", 4), (4,)),
+        ((2, "T", 4), (2, 4, "T")), ((1, "T", 2, 4), (3, 1, 4, 2)), (("T", 2, 4), (1, 4, 3)),
     ):  # fmt: skip
         yield sample(A.matmul.default, given(*a), given(*b))
     for x in (("T", 4), (2, "T", 4), ("T", 2, 4), ("2T", 4), (4,), (4, "T")):
@@ -258,8 +256,8 @@ def product_calls() -> Iterator[Sample]:
     yield sample(A.linear.default, given("T", 4), given(4))
     yield sample(A.linear.default, given("T", 4), given(3, 4), given("T", 3))
     for equation, *shapes in (
-        ("td,df->tf", ("T", 4), (4, 3)), ("bthd,bshd->bhts", (2, "T", 3, 4), (2, 5, 3, 4)), ("td,sd->ts", ("T", 4), ("T", 4)),
-        ("ts,sd->td", ("T", "T"), ("T", 4)), ("td,t->d", ("T", 4), ("T",)), ("tk,tkd->td", ("T", 2), ("T", 2, 4)),
+        ("td,df->tf", ("T", 4), (4, 3)), ("bthd,bshd->bhts", (2, "T", 3, 4), (2, 5, 3, 4)),
+        ("td,sd->ts", ("T", 4), ("T", 4)), ("ts,sd->td", ("T", "T"), ("T", 4)), ("td,t->d", ("T", 4), ("T",)), ("tk,tkd->td", ("T", 2), ("T", 2, 4)),
         ("td,td->t", ("T", 4), (1, 4)), ("ted,edf->tef", ("T", 3, 4), (3, 4, 2)), ("td->dt", ("T", 4)),
         ("td,te,tf->tdef", ("T", 2), ("T", 3), (1, 2)),
     ):  # fmt: skip
@@ -295,121 +293,6 @@ def attend_calls() -> Iterator[Sample]:
         yield sample(attend_op, q, k, v, positions, scale=0.5, **options)
     yield sample(attend_op, q, k, v, positions, scale=0.5, sinks=given(4, dtype=f32))
     yield sample(attend_op, q, k, v, positions, scale=0.5, slopes=given(4, dtype=f32))
-
-
-def indexing_calls() -> Iterator[Sample]:
-    for shape in (("T",), (2, "T"), ("2T",), (2, 3)):
-        yield sample(A.embedding.default, given(5, 4), ints(*shape, high=5))
-    yield sample(A.embedding.default, given("T", 4), ints("T", high="T"))
-    for shape in (("T", 3), (3, "T"), ("T", 2, 4), (2, "2T", 4)):
-        for dim in dims_of(shape):
-            high = shape[dim]
-            for index in (ints("T", high=high), ints("2T", high=high), ints(4, high=high)):
-                yield sample(A.index_select.default, given(*shape), dim, index)
-            same = [*shape]
-            yield sample(A.gather.default, given(*shape), dim, ints(*same, high=high))
-            yield sample(A.take_along_dim.default, given(*shape), ints(*same, high=high), dim)
-            yield sample(A.scatter.src, given(*shape), dim, _unique(shape, dim), given(*shape))
-            yield sample(A.scatter.value, given(*shape), dim, ints(*same, high=high), 2.0)
-            yield sample(A.scatter_add.default, given(*shape), dim, ints(*same, high=high), given(*shape))
-            yield sample(A.scatter_reduce.two, given(*shape), dim, ints(*same, high=high), given(*shape), "amax")
-            same[dim % len(same)] = 2
-            yield sample(A.gather.default, given(*shape), dim, ints(*same, high=high))
-            same[dim % len(same)] = "T"
-            yield sample(A.gather.default, given(*shape), dim, ints(*same, high=high))
-            yield sample(A.take_along_dim.default, given(*shape), ints(*same, high=high), dim)
-    yield sample(A.take_along_dim.default, given("T", 3), ints("T", 1), 1)
-    yield sample(A.take_along_dim.default, given("T", 3), ints(1, 2), 1)
-    yield sample(A.take_along_dim.default, given(1, 3), ints("T", 2), 1)
-    yield sample(A.take_along_dim.default, given("T", 3), ints("T", high=3))
-    yield sample(A.gather.default, given("2T", 3), 1, ints("T", 2))
-    x = given("T", 3, 4)
-    yield from (sample(A.index.Tensor, x, entry) for entry in (
-        [ints("T", high="T")], [None, ints(2)], [None, ints("T")], [None, None, ints("2T", high=4)],
-        [ints("T", high="T"), ints("T")], [ints("T", 1, high="T"), ints(2)], [ints("T", 1, high="T"), ints(1, "T")],
-        [None, ints(2, 5), ints(5, high=4)], [ints(5, high="T"), None, ints(5, high=4)],
-        [ints("T", high="T"), None, ints("T", high=4)], [ints(2, high="T"), ints("T", 1)], [None, ints("T", 2), ints(2, high=4)],
-        [given("T", dtype=torch.bool)], [None, given(3, dtype=torch.bool)],
-    ))  # fmt: skip
-    yield sample(A.index.Tensor, given(2, "T", 3, 4), [ints(5, high=2), None, ints(5)])
-    yield sample(A.index.Tensor, given(2, 3, "T"), [None, ints(5)])
-    yield sample(A.index.Tensor, given(2, 3, "T"), [ints(5, 2, high=2), ints(5, 1)])
-    yield sample(A.index.Tensor, given(2, 3, 4, "T"), [ints(5, high=2), None, ints(5, high=4)])
-    yield sample(A.index.Tensor, given(2, 3, "T", 4), [ints(5, high=2), None, None, ints(5, high=4)])
-    yield sample(A.index.Tensor, given(6, 4), [ints("T", high=6)])
-    yield sample(A.index.Tensor, given(6, 4), [ints("T", 2, high=6)])
-    yield sample(A.index.Tensor, given(6, 4), [None, ints("T", 2, high=4)])
-    yield sample(A.index.Tensor, given(6, 4, 2), [ints("T", high=6), None, ints("T", high=2)])
-    yield sample(A.index.Tensor, given("2T", 4), [ints("T", high="T")])
-    for accumulate in (False, True):
-        for indices, value in (([None, ints(2)], ()), ([None, ints(2)], (1,)), ([None, ints(2)], ("T", 2, 4)),
-                               ([ints("T", high="T")], ()), ([None, None, ints(2, high=4)], (1, 1))):  # fmt: skip
-            yield sample(A.index_put.default, given("T", 3, 4), indices, given(*value), accumulate)
-    yield sample(A.index_put.default, given("T", 3), [None, given(3, dtype=torch.bool)], given())
-
-
-def _unique(shape: tuple[Dim, ...], dim: int) -> Given:
-    """Zeros where entries along ``dim`` would collide: one write wins, and no order decides which."""
-    return ints(*[1 if i == dim % len(shape) else size for i, size in enumerate(shape)], high=shape[dim])
-
-
-def joining_calls() -> Iterator[Sample]:
-    for shape in (("T", 3), (2, "T", 4), ("T", 2, 4), ("2T", 4)):
-        x, y = given(*shape), given(*shape)
-        for dim in dims_of(shape):
-            for name in ("cat", "concat", "concatenate"):
-                yield sample(getattr(A, name).default, [x, y], dim)
-            yield sample(A.cat.default, [x, x, y], dim)
-            yield sample(A.stack.default, [x, y], dim)
-            yield sample(A.select_scatter.default, x, given(*[s for i, s in enumerate(shape) if i != dim % len(shape)]), dim, 1)
-            wide = [1 if i == dim % len(shape) else s for i, s in enumerate(shape)]
-            yield sample(A.slice_scatter.default, x, given(*wide), dim, 0, 1)
-        yield sample(A.stack.default, [x, y], len(shape))
-        yield sample(A.stack.default, [x, y], -len(shape) - 1)
-        for pads in ([1, 2], [1, 0, 0, 2], [0, 0, 1, 1]):
-            yield sample(A.constant_pad_nd.default, x, pads, 1.5)
-            yield sample(A.pad.default, x, pads, "constant", 0.5)
-        yield sample(A.constant_pad_nd.default, x, [0, -1])
-        yield sample(A.one_hot.default, ints(*shape, high=5), 5)
-    yield sample(A.cat.default, [given("T", 3), given("T", 1)], 1)
-    yield sample(A.cat.default, [given("T", 3), given(2, 3)], 0)
-    yield sample(A.cat.default, [given(0), given("T", 3)], 1)
-    yield sample(A.pad.default, given(2, "T", 4), [1, 1], "reflect")
-    yield sample(A.pad.default, given(2, 4, "T"), [1, 1], "circular")
-    yield sample(A.slice_scatter.default, given("T", 4), given("T", 2), 1, 1, 3)
-    yield sample(A.slice_scatter.default, given("T", 4), given("T", 4), 0, 0, T)
-
-
-def twice_calls() -> Iterator[Sample]:
-    """One node in two roles, where only one of them may be rows."""
-    x, index, square = given("T", "T"), ints("T", high="T"), ints("T", "T", high="T")
-    for target in (A.mm.default, A.matmul.default):
-        yield sample(target, x, x)
-    yield sample(A.addmm.default, x, x, given("T", "T"))
-    yield sample(A.addmm.default, x, given("T", "T"), x)
-    yield sample(A.addmm.default, x, x, x)
-    yield sample(A.linear.default, x, x)
-    yield sample(A.linear.default, x, given("T", "T"), x)
-    yield sample(A.einsum.default, "td,sd->ts", [x, x])
-    yield sample(A.index_select.default, index, 0, index)
-    yield sample(A.gather.default, index, 0, index)
-    yield sample(A.gather.default, square, 0, square)
-    yield sample(A.gather.default, square, 1, square)
-    yield sample(A.take_along_dim.default, index, index, 0)
-    yield sample(A.index.Tensor, index, [index])
-    yield sample(A.index.Tensor, square, [None, square])
-    yield sample(A.index.Tensor, given("T", "T", 3), [index, index])
-    yield sample(A.embedding.default, square, square)
-    yield sample(A.scatter.src, square, 1, square, square)
-    yield sample(A.scatter_add.default, square, 0, square, square)
-    yield sample(A.conv1d.default, *(given("T", 3, 2),) * 2)
-    yield sample(A.convolution.default, *(given("T", 3, 2),) * 2, None, [1], [0], [1], False, [0], 1)
-    yield sample(A.add.Tensor, x, x)
-    yield sample(A.where.self, given("T", "T", dtype=torch.bool), x, x)
-    yield sample(A.scaled_dot_product_attention.default, x, x, x, x)
-    yield sample(A.cat.default, [x, x], 1)
-    yield sample(A.slice_scatter.default, x, x, 1)
-    yield sample(A.layer_norm.default, given("T"), [T], *(given("T"),) * 2)
 
 
 FAMILIES: dict[str, Any] = {

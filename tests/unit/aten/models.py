@@ -75,7 +75,9 @@ def decoder(kind: str) -> Program:
     block, own = _BLOCKS[kind]
     ids = given(1, "T", dtype=torch.int64, high=VOCABULARY)
     layers = [*_weights(*_ATTENTION, *own), *_weights(*_ATTENTION, *own)]
-    return traced(_model(block, len(own)), ids, *_weights((VOCABULARY, WIDTH)), given(WIDTH, low=0.5, high=1.5), *layers)
+    return traced(
+        _model(block, len(own)), ids, *_weights((VOCABULARY, WIDTH)), given(WIDTH, low=0.5, high=1.5), *layers
+    )
 
 
 KINDS = tuple(_BLOCKS)

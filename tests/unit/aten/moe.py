@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations import moe as _moe  # registers the grouped product that also runs on CPU
 
-from tests.graphs import Given, Program, given, traced
+from tests.graphs import Program, given, traced
 
 assert _moe is not None
 GROUPED: Any = torch.ops.transformers.grouped_mm_fallback
@@ -98,9 +98,11 @@ def two_sorts_of_two_keys(x: Tensor, keys: Tensor, weights: Tensor, k: int) -> T
 
 
 IDIOMS: dict[str, tuple[Idiom, int, int]] = {
-    "index_put": (by_index_put, 2, EXPERTS), "argsort": (by_argsort, 2, EXPERTS), "index_add": (by_index_add, 2, EXPERTS),
+    "index_put": (by_index_put, 2, EXPERTS), "argsort": (by_argsort, 2, EXPERTS),
+    "index_add": (by_index_add, 2, EXPERTS),
     "counts first": (counts_first, 2, EXPERTS), "repeated rows": (repeated_rows, 2, EXPERTS),
-    "bias": (with_bias, 3, EXPERTS), "masked tail": (masked_tail, 2, EXPERTS - 1), "one expert": (by_index_put, 1, EXPERTS),
+    "bias": (with_bias, 3, EXPERTS), "masked tail": (masked_tail, 2, EXPERTS - 1),
+    "one expert": (by_index_put, 1, EXPERTS),
     "one, index_add": (by_index_add, 1, EXPERTS), "two layers": (two_sorts_of_two_keys, 2, EXPERTS),
     "counts first, k=1": (counts_first, 1, EXPERTS), "all": (by_argsort, 4, EXPERTS),
 }  # fmt: skip
@@ -269,7 +271,10 @@ def prefix_of_counts_as_data(x: Tensor, keys: Tensor, weights: Tensor, k: int) -
 def position_in_group(x: Tensor, keys: Tensor, weights: Tensor, k: int) -> Tensor:
     """A capacity per expert counts the rows before."""
     ordered, order = torch.sort(keys)
-    rank = torch.arange(order.shape[0]) - (ends(ordered).long() - torch.histc(ordered.float(), EXPERTS, 0, 3).long())[ordered]
+    rank = (
+        torch.arange(order.shape[0])
+        - (ends(ordered).long() - torch.histc(ordered.float(), EXPERTS, 0, 3).long())[ordered]
+    )
     rows = GROUPED(x[order // k], weights, ends(ordered)) * (rank < 2)[:, None]
     return combined(rows[torch.argsort(order)], k)
 
@@ -287,8 +292,8 @@ def narrow_order(x: Tensor, keys: Tensor, weights: Tensor, k: int) -> Tensor:
 NEAR_MISSES: dict[str, tuple[Idiom, int]] = {
     function.__name__: (function, k)
     for function in (
-        mixes_sorted_rows, counts_first_then_mixes, other_sorts_order, other_sorts_counts, descending, descending_argsort,
-        counts_of_other_values, counts_of_other_rows, counts_without_the_first, counts_from_another_bin,
+        mixes_sorted_rows, counts_first_then_mixes, other_sorts_order, other_sorts_counts, descending,
+        descending_argsort, counts_of_other_values, counts_of_other_rows, counts_without_the_first, counts_from_another_bin,
         counts_of_narrow_keys, changed_counts, counts_twice_summed, order_as_data, owner_of_other_k, leaks_sorted_rows,
         drops_some_rows, inverse_from_one, inverse_downwards, rows_of_another_tensor, float_keys, two_sorts_of_one,
         prefix_of_counts_as_data, position_in_group, narrow_order,
@@ -296,6 +301,8 @@ NEAR_MISSES: dict[str, tuple[Idiom, int]] = {
     for k in (2,)
 } | {
     f"{function.__name__}, k=1": (function, 1)
-    for function in (leaks_sorted_rows, owner_of_other_k, rows_of_another_tensor, mixes_sorted_rows, descending, order_as_data)
+    for function in (
+        leaks_sorted_rows, owner_of_other_k, rows_of_another_tensor, mixes_sorted_rows, descending, order_as_data,
+    )
 }  # fmt: skip
 """Whatever the passes make of these must equal the captured program: name -> idiom and choices per token."""

@@ -76,7 +76,9 @@ def _call(target: Any, tensors: list[Given]) -> Sample | None:
         elif declared.has_default_value():
             continue
         else:
-            value = {"number": 2, "Scalar": 2, "int": 1, "SymInt": 1, "float": 0.5, "bool": False}.get(str(declared.type))
+            value = {"number": 2, "Scalar": 2, "int": 1, "SymInt": 1, "float": 0.5, "bool": False}.get(
+                str(declared.type)
+            )
             if value is None:
                 return None
         if declared.kwarg_only:

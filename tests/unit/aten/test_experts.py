@@ -119,9 +119,7 @@ def _data_from_order(monkeypatch: pytest.MonkeyPatch) -> None:
     original = experts._rowwise
 
     def blind(call: experts.Call, rule: experts.Rule | None) -> experts.Decision:
-        tied = tuple(
-            experts.Sorted(w.by, w.inner) if isinstance(w, experts.Order) else w for w in call.placed
-        )
+        tied = tuple(experts.Sorted(w.by, w.inner) if isinstance(w, experts.Order) else w for w in call.placed)
         return original(experts.Call(call.node, call.operands, tied, call.tokens), rule)
 
     monkeypatch.setattr(experts, "_rowwise", blind)
@@ -130,7 +128,11 @@ def _data_from_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def _owner_of_any_k(monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(call: experts.Call) -> experts.Decision | None:
         where = call.placed[0]
-        return experts.Local(experts.Owner(where.by, where.inner), call.placed) if isinstance(where, experts.Order) else None
+        return (
+            experts.Local(experts.Owner(where.by, where.inner), call.placed)
+            if isinstance(where, experts.Order)
+            else None
+        )
 
     monkeypatch.setitem(experts._SPECIAL, "aten::floor_divide", blind)
 
@@ -138,7 +140,11 @@ def _owner_of_any_k(monkeypatch: pytest.MonkeyPatch) -> None:
 def _inverse_of_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(call: experts.Call) -> experts.Decision | None:
         where = call.placed[0]
-        return experts.Local(experts.Inverse(where.by, where.inner), call.placed) if isinstance(where, experts.Order) else None
+        return (
+            experts.Local(experts.Inverse(where.by, where.inner), call.placed)
+            if isinstance(where, experts.Order)
+            else None
+        )
 
     monkeypatch.setitem(experts._SPECIAL, "aten::argsort", blind)
 

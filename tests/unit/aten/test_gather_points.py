@@ -135,7 +135,9 @@ def random_graph(seed: int) -> tuple[list[fx.Node], set[fx.Node], list[fx.Node]]
             local.add(node)
         else:
             picked = source.sample(nodes, k=source.randint(1, min(2, len(nodes))))
-            target = source.choice([torch.ops.aten.mm.default, torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default])
+            target = source.choice(
+                [torch.ops.aten.mm.default, torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default]
+            )
             node = graph.call_function(target, tuple(picked))
             if any(operand in local for operand in picked):
                 local.add(node)

@@ -17,7 +17,7 @@ from pcp_passes.aten import indexing, matmuls, pointwise, reductions, table, vie
 from pcp_passes.aten.decision import REPLICATE, Call, Decision, Local, Mixes, tensor_of, wrap
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir.placements import Shard
-from tests.graphs import ATEN, Dim, Given, Sample, given, sample
+from tests.graphs import ATEN, Dim, Given, Sample, Size, built, given, sample, times
 from tests.unit.aten import calls, schema_calls
 from tests.unit.aten.checker import Outcome, check, second_look
 
@@ -103,8 +103,6 @@ def test_every_entry_is_exercised() -> None:
 
 
 def test_a_random_op_is_known_as_one() -> None:
-    from tests.graphs import built
-
     def random(entry: Sample) -> bool:
         return table.is_random(built(entry).node)
 
@@ -156,8 +154,6 @@ def reshapes(draw: Any) -> Sample:
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3]), min_size=1, max_size=4))
     before = _spread(draw, factors, draw(st.integers(0, 4)))
     after = _spread(draw, factors, draw(st.integers(0, 4)))
-    from tests.graphs import Size, times
-
     sizes = [size if isinstance(size, int) else Size(times(size) or 1) for size in after]
     unknown = draw(st.integers(0, len(sizes)))
     if unknown < len(sizes):
@@ -268,7 +264,8 @@ def _whole_operands_stay(call: Call) -> Decision:
 
 def _keys_on_rows(call: Call) -> Decision:
     where = call.at(call.operands[0])
-    return Local(where, (where,) * 3 + (REPLICATE,) * (len(call.operands) - 3)) if isinstance(where, Shard) else Mixes("")
+    rest = (REPLICATE,) * (len(call.operands) - 3)
+    return Local(where, (where,) * 3 + rest) if isinstance(where, Shard) else Mixes("")
 
 
 def _columns_are_rows(call: Call) -> Decision:

@@ -49,7 +49,7 @@ def test_values_stay() -> None:
 
 def test_every_size_comes_from_the_plan() -> None:
     """A size read from an activation would be the number of the rank's rows once the activation is."""
-    program = traced(lambda a: (a.repeat(2, 1).view(2, a.shape[0], 6) @ a.new_zeros(6, a.repeat(2, 1).shape[0])), X)
+    program = traced(lambda a: a.repeat(2, 1).view(2, a.shape[0], 6) @ a.new_zeros(6, a.repeat(2, 1).shape[0]), X)
     gm, _ = after(program, (Normalize(),), CTX)
     read = [node for node in gm.graph.nodes if node.target is ATEN.sym_size.int]
     assert [node.args[0].name for node in read] == ["pcp_restore"]

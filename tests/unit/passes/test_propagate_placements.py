@@ -44,7 +44,7 @@ def mixing(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def test_rows_begin_at_the_embedding_and_end_where_tokens_mix() -> None:
-    found, graph, result = placed(mixing, IDS, TABLE, WEIGHT)
+    found, _, result = placed(mixing, IDS, TABLE, WEIGHT)
     assert {found[name] for name in "abc"} == {"replicate"}
     assert found["embedding"] == found["cumsum"] == "replicate, taken as shard(1)"
     assert found["matmul"] == found["relu"] == "shard(1)"
@@ -234,7 +234,8 @@ def test_a_module_may_be_left_replicated() -> None:
     ids = torch.arange(8)[None] % 9
     graph, given_ = through_dynamo(module, ids, marked=[(ids, 1)])
     found = capture(graph, given_, rows=4)
-    report = rewrite_tokens(found.gm, found.space, CTX, options=TokenOptions(replicate=("layers.1",), balance=1e-6)).passes
+    options = TokenOptions(replicate=("layers.1",), balance=1e-6)
+    report = rewrite_tokens(found.gm, found.space, CTX, options=options).passes
     notes = [str(note) for name, result in report.results if name == "propagate-placements" for note in result.notes]
     assert notes and all("by request" in note for note in notes)
     assert any("layers.1" in note for note in notes) and not any("layers.0" in note for note in notes)
