@@ -3,9 +3,9 @@
 
 Two gloo processes, one thread each, pinned to a core each. The baseline is the same model on one rank, compiled by
 Inductor as well, in rank 0 between barriers, so both sides are measured in one run; the judged number is CPU time,
-which does not count waiting. The dense model (4 layers, hidden 512, 8 query and 4 key heads, f32) calls flash attention with
-``is_causal`` on one rank; MLA and GLM-DSA are models of transformers, whose one-rank form is compiled from the graph
-with positions in place of masks.
+which does not count waiting. The dense model (4 layers, hidden 512, 8 query and 4 key heads, f32) calls flash attention
+with ``is_causal`` on one rank; MLA and GLM-DSA are models of transformers, whose one-rank form is compiled from the
+graph with positions in place of masks.
 
     python benchmarks/scaling.py [--tokens 4096 8192] [--repeats 5] [--models dense mla dsa] [--attention] [--check]
 

@@ -21,7 +21,7 @@ _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 _ATTENTION = frozenset({"aten::scaled_dot_product_attention", "pcp::attend"})
 _FREE = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand select slice split split_with_sizes chunk unbind t alias"
-    " detach flatten unflatten".split()
+    " detach flatten unflatten empty empty_like narrow".split()
 )
 
 

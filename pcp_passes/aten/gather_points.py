@@ -99,7 +99,11 @@ def choose(wanted: Iterable[fx.Node], is_local: Callable[[fx.Node], bool], balan
 
 
 def _cone(node: fx.Node, is_local: Callable[[fx.Node], bool], balance: float) -> dict[fx.Node, None]:
-    """What could be computed whole for ``node`` before that costs more than restoring it."""
+    """What could be computed whole for ``node`` before that costs more than restoring it.
+
+    A path is charged for the other operands on its way as well: at a residual addition it would need a hidden state, and
+    so it ends there instead of running through all layers.
+    """
     budget = float(bytes_of(node))
     spent: dict[fx.Node, float] = {node: _repeat(node, balance)}
     waiting = [node]
@@ -107,10 +111,10 @@ def _cone(node: fx.Node, is_local: Callable[[fx.Node], bool], balance: float) ->
         current = waiting.pop()
         if spent[current] > budget and can_restore(current):
             continue
-        for operand in operands(current):
-            if not is_local(operand):
-                continue
-            cost = spent[current] + _repeat(operand, balance)
+        needed = {operand: _least(operand, balance) for operand in operands(current) if is_local(operand)}
+        for operand in needed:
+            others = sum(least for other, least in needed.items() if other is not operand)
+            cost = spent[current] + others + _repeat(operand, balance)
             if cost < spent.get(operand, math.inf):
                 spent[operand] = cost
                 waiting.append(operand)
@@ -121,6 +125,11 @@ def can_restore(node: fx.Node) -> bool:
     """Whether a value on rows can be put in global order: one tensor, and not tied to a sort of local rows."""
     held = meta.info(node)
     return meta.tensor(node) is not None and isinstance(held.rows or held.placement, Shard)
+
+
+def _least(node: fx.Node, balance: float) -> float:
+    """The least that having a value whole can cost."""
+    return min(bytes_of(node), _repeat(node, balance)) if can_restore(node) else 0.0
 
 
 def _repeat(node: fx.Node, balance: float) -> float:

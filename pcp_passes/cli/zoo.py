@@ -19,8 +19,8 @@ from pcp_passes.errors import ConfigError
 Row = dict[str, Any]
 _EXPLAINED = (
     "error: largest, over the largest logit. At T=64 and P=4, FLOPs of products: sharded: those that no rank repeats, "
-    "of all but the ones that a gather choice repeats; a rank: those of one rank, of the model's. replicated: ops on "
-    "activations that every rank runs on all tokens."
+    "of all but the ones that a gather choice repeats; rank: those of one rank, of the model's; coll: collectives. "
+    "fell: ops on activations that every rank runs on all tokens. graphs: of Dynamo, and how often one was compiled."
 )
 _STYLE = {"exact": "green", "replicated": "yellow", "mixed": "yellow", "refused": "yellow", "skipped": "dim"}
 
@@ -108,7 +108,7 @@ def render_zoo(result: dict[str, Any]) -> RenderableType:
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for heading in ("type", "verdict"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("error", "sharded", "a rank", "gathers", "replicated", "graphs", "compiled", "s"):
+    for heading in ("error", "sharded", "rank", "coll", "fell", "graphs", "s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(*_cells(row))
@@ -128,8 +128,7 @@ def _cells(row: Row) -> list[RenderableType]:
         Text(f"{work['rank'] / work['whole']:.0%}" if work and work["whole"] else ""),
         Text(str(work["collectives"]) if work else ""),
         Text(str(len(row["fallbacks"]))),
-        Text(str(row["graphs"])),
-        Text(str(row["compilations"])),
+        Text(f"{row['graphs']}/{row['compilations']}"),
         Text(f"{row['seconds']:.0f}"),
     ]
 

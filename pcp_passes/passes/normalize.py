@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from pcp_passes.aten.decision import argument, multiple
+from pcp_passes.aten.decision import argument, expression, multiple
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.ir import meta
 from pcp_passes.passes.base import PassContext, PassResult
@@ -63,6 +63,9 @@ def normalize(graph: fx.Graph) -> PassResult:
         elif node.target is _ATEN.dropout.default and not (argument(node, "p") and argument(node, "train")):
             node.replace_all_uses_with(node.args[0])  # fx takes it for impure and would keep it
             graph.erase_node(node)
+        elif _takes_all(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
         elif node.target in _VIEWS:
             node.target = _ATEN.reshape.default
         elif node.target in _LIKE_OPERAND:
@@ -77,6 +80,18 @@ def normalize(graph: fx.Graph) -> PassResult:
     count += _first_tokens(graph)
     graph.eliminate_dead_code()
     return PassResult(count, () if count else ("every node was normal",))
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a slice is its operand: it would hide what it slices from whoever looks for that."""
+    if node.target is not _ATEN.slice.Tensor or argument(node, "start") not in (0, None) or argument(node, "step") != 1:
+        return False
+    source, own = meta.tensor(node.args[0]), meta.tensor(node)
+    return (
+        source is not None
+        and own is not None
+        and list(map(expression, source.shape)) == list(map(expression, own.shape))
+    )
 
 
 def _forget_operand(node: fx.Node) -> None:

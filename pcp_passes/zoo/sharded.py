@@ -194,11 +194,19 @@ class ShardedModels:
         return Account(
             graphs=len(backend.graphs),
             compilations=backend.compilations,
-            whole_graphs=tuple(backend.replicated),
+            whole_graphs=(*backend.replicated, *self._unsplit(model, pcp)),
             fallbacks=tuple(dict.fromkeys(found for look in looks for found in look.fallbacks)),
             choices=tuple(dict.fromkeys(choice for look in looks for choice in look.choices)),
             work=work,
         )
+
+    def _unsplit(self, model: nn.Module, pcp: int) -> Iterator[str]:
+        """Graphs that hold tokens and were run whole all the same, as ``unknown="replicate"`` allows."""
+        for variant in self._variants(model, pcp):
+            if variant.captured is None:
+                yield "cannot be captured"
+            elif variant.rewritten is None:
+                yield "holds for one length only: " + "; ".join(variant.captured.space.specialised())
 
     def _measure(self, model: nn.Module, pcp: int) -> Work:
         inputs = make_inputs(model, MEASURED_LENGTH)
@@ -235,6 +243,7 @@ class ShardedModels:
 
 
 def _tokens_at(variant: Variant) -> int:
+    assert variant.captured is not None, "a graph that was not captured has no rows to count"
     return int(variant.captured.space.tokens.node.hint)
 
 
@@ -289,8 +298,8 @@ class _Look:
     def at(cls, variant: Variant, pcp: int) -> _Look:
         """Look at a variant; sizes are those of the call that made it."""
         look = cls()
-        assert variant.rewritten is not None
         captured = variant.captured
+        assert captured is not None, "a rewritten graph was captured"
         inputs = captured.gm.graph.find_nodes(op="placeholder")
         assume = tuple((inputs[guard.index].name, guard.assumption) for guard in variant.assumed)
         rewrite_tokens(

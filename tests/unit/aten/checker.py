@@ -2,7 +2,7 @@
 """Does a rule keep its promise? What it answers is run, on selections of random values, and compared.
 
 ``Local(out, needs, sizes)`` says: with operands ``needs`` and size arguments ``sizes``, the op gives the selection
-``out`` of its global result, for every vector of rows. Here the vectors are repeated, permuted, longer than T and shorter.
+``out`` of its global result, for every vector of rows. Here they repeat, permute, are longer than T and shorter.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ IDS = given(1, "T", dtype=torch.int64, high=9)
 
 def marked(program: Program, pcp: int = 4, balance: float = DEAR, outputs: str = "global") -> fx.GraphModule:
     steps = (Normalize(), LocalizeAttention(), PropagatePlacements(), InsertReshards(balance, outputs))
-    gm, _ = after(program, steps, PassContext(pcp))
-    invariants.meta_fresh_full(gm.graph, PassContext(pcp))
-    return gm
+    return after(program, steps, PassContext(pcp))[0]
 
 
 # Before and expected
@@ -87,7 +85,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Given, .
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_before_and_expected(name: str) -> None:
     before, wanted, inputs = PROGRAMS[name]
-    assert formula(marked(traced(before, *inputs))) == expected(wanted, *inputs)
+    gm = marked(traced(before, *inputs))
+    assert formula(gm) == expected(wanted, *inputs)
+    invariants.meta_fresh_full(gm.graph, CTX)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

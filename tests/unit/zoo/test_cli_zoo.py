@@ -84,7 +84,7 @@ def test_the_table(zoo: Any) -> None:
     result, _ = zoo("llama", "lfm2", "bart")
     lines = result.stdout.splitlines()
     llama = next(line.split() for line in lines if line.split()[:1] == ["llama"])
-    assert llama == ["llama", "exact", "1.0e-07", "95%", "25%", "3", "0", "1", "1", "1"]
+    assert llama == ["llama", "exact", "1.0e-07", "95%", "25%", "3", "0", "1/1", "1"]
     assert "bart: WRONG: T=7 P=2: relative error 5.0e-01" in lines
     assert "lfm2: replicated: aten::conv1d in layers.0 (model.py:7), and 1 more: combines neighbours" in lines
     assert lines[-1] == "2 exact, 1 WRONG"
