@@ -101,8 +101,8 @@ def choose(wanted: Iterable[fx.Node], is_local: Callable[[fx.Node], bool], balan
 def _cone(node: fx.Node, is_local: Callable[[fx.Node], bool], balance: float) -> dict[fx.Node, None]:
     """What could be computed whole for ``node`` before that costs more than restoring it.
 
-    A path is charged for the other operands on its way as well: at a residual addition it would need a hidden state, and
-    so it ends there instead of running through all layers.
+    A path is charged for the other operands on its way as well: at a residual addition it would need a hidden state,
+    and so it ends there instead of running through all layers.
     """
     budget = float(bytes_of(node))
     spent: dict[fx.Node, float] = {node: _repeat(node, balance)}
@@ -148,7 +148,8 @@ def _cut(wanted: list[fx.Node], cone: Iterable[fx.Node], is_local: Callable[[fx.
                 continue
             flow.add_edge(("c", node), ("a", operand))
             if operand not in members:
-                flow.add_edge(("a", operand), "sink", capacity=bytes_of(operand))
+                known = {"capacity": bytes_of(operand)} if can_restore(operand) else {}
+                flow.add_edge(("a", operand), "sink", **known)
     for node in wanted:
         flow.add_edge("source", ("a", node))
     _, (whole, _) = networkx.minimum_cut(flow, "source", "sink")

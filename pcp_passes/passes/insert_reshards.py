@@ -30,16 +30,17 @@ class InsertReshards:
 
     Before::
 
-        %linear : f32[1, sT, 64] shard(1) = aten.linear.default(%x, %weight)
-        %reshape : f32[sT, 64] shard(0) = aten.reshape.default(%linear, [%n, 64])
-        %cumsum : f32[sT, 64] replicate = aten.cumsum.default(%reshape, 0)
+        %linear : f32[1, sT, 64] shard(1) = aten.linear(%x, %weight)
+        %view : f32[sT, 64] shard(0) = aten.reshape(%linear, [%sym_size_int, 64])
+        %cumsum : f32[sT, 64] replicate rows shard(0) = aten.cumsum(%view, 0)
 
     After::
 
-        %linear : f32[1, sM, 64] shard(1) = aten.linear.default(%x, %weight)
-        %reshape : f32[sM, 64] shard(0) = aten.reshape.default(%linear, [%m, 64])
-        %restore : f32[sT, 64] replicate = pcp.restore(%reshape, %pcp_restore, 0, 1, 1, 4, 'pcp')
-        %cumsum : f32[sT, 64] replicate = aten.cumsum.default(%restore, 0)
+        %shard : f32[1, sM, 64] shard(1) = pcp.shard(%x, %pcp_rows, 1, 1, 1)
+        %linear : f32[1, sM, 64] shard(1) = aten.linear(%shard, %weight)
+        %view : f32[sM, 64] shard(0) = aten.reshape(%linear, [%sym_size_int_2, 64])
+        %restore : f32[sT, 64] replicate = pcp.restore(%view, %pcp_restore, 0, 1, 1, 4, 'pcp')
+        %cumsum : f32[sT, 64] replicate rows shard(0) = aten.cumsum(%restore, 0)
     """
 
     balance: float | None = None

@@ -38,12 +38,12 @@ class LowerRestores:
 
     After::
 
-        %permute : f32[sM, 1, 4, 16] shard(0) = aten.permute.default(%k, [2, 0, 1, 3])
+        %permute : f32[sM, 1, 4, 16] shard(0) = aten.permute(%k, [2, 0, 1, 3])
         %flatten : f32[sM, 64] shard(0) = aten.flatten.using_ints(%permute, 1, 3)
         %all_gather_rows : f32[4*sM, 64] rank_major = pcp.all_gather_rows(%flatten, 4, 'pcp')
-        %index_select : f32[sT, 64] replicate = aten.index_select.default(%all_gather_rows, 0, %pcp_restore)
-        %reshape : f32[sT, 1, 4, 16] replicate = aten.reshape.default(%index_select, [-1, 1, 4, 16])
-        %permute_1 : f32[1, 4, sT, 16] replicate = aten.permute.default(%reshape, [1, 2, 0, 3])
+        %index_select_1 : f32[sT, 64] replicate = aten.index_select(%all_gather_rows, 0, %pcp_restore)
+        %reshape : f32[sT, 1, 4, 16] replicate = aten.reshape(%index_select_1, [-1, 1, 4, 16])
+        %permute_1 : f32[1, 4, sT, 16] replicate = aten.permute(%reshape, [1, 2, 0, 3])
     """
 
     name: ClassVar[str] = "lower-restores"

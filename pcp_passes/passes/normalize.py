@@ -36,13 +36,13 @@ class Normalize:
 
     Before::
 
-        %view : f32[sT, 64] = aten.view.default(%x, [-1, 64])
-        %new_ones : b8[sT, sT] = aten.new_ones.default(%x, [%n, %n], dtype=b8)
+        %view : f32[sT, 64] = aten.view(%x, [-1, 64])
+        %new_ones : b8[sT, sT] = aten.new_ones(%x, [%sym_size_int, %sym_size_int], dtype=b8, pin_memory=False)
 
     After::
 
-        %reshape : f32[sT, 64] = aten.reshape.default(%x, [-1, 64])
-        %ones : b8[sT, sT] = aten.ones.default([%n, %n], dtype=b8, device=cpu)
+        %view : f32[sT, 64] = aten.reshape(%x, [-1, 64])
+        %new_ones : b8[sT, sT] = aten.ones([%sym_size_int_1, %sym_size_int_1], dtype=b8, device=cpu, pin_memory=False)
     """
 
     name: ClassVar[str] = "normalize"

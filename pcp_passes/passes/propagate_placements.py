@@ -37,13 +37,13 @@ class PropagatePlacements:
 
     Before::
 
-        %embedding : f32[1, sT, 64] = aten.embedding.default(%weight, %input_ids)
-        %cumsum : f32[1, sT, 64] = aten.cumsum.default(%embedding, 1)
+        %embedding : f32[1, sT, 64] = aten.embedding(%weight, %input_ids)
+        %cumsum : f32[1, sT, 64] = aten.cumsum(%embedding, 1)
 
     After::
 
-        %embedding : f32[1, sT, 64] shard(1) = aten.embedding.default(%weight, %input_ids)
-        %cumsum : f32[1, sT, 64] replicate = aten.cumsum.default(%embedding, 1)
+        %embedding : f32[1, sT, 64] replicate rows shard(1) = aten.embedding(%weight, %input_ids)
+        %cumsum : f32[1, sT, 64] replicate rows shard(1) = aten.cumsum(%embedding, 1)
     """
 
     replicate: tuple[str, ...] = ()

@@ -28,13 +28,13 @@ class SelectEarly:
 
     Before::
 
-        %linear : f32[1, sT, 256] = aten.linear.default(%x, %weight)
+        %linear : f32[1, sT, 256] = aten.linear(%x, %weight)
         %slice_1 : f32[1, 1, 256] = aten.slice.Tensor(%linear, 1, -1, 9223372036854775807)
 
     After::
 
-        %slice_tensor : f32[1, 1, 64] = aten.slice.Tensor(%x, 1, -1, 9223372036854775807)
-        %linear : f32[1, 1, 256] = aten.linear.default(%slice_tensor, %weight)
+        %slice_tensor : f32[1, 1, 64] replicate = aten.slice.Tensor(%x, 1, -1, 9223372036854775807)
+        %linear_default : f32[1, 1, 256] = aten.linear(%slice_tensor, %weight)
     """
 
     name: ClassVar[str] = "select-early"

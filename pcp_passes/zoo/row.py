@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pcp_passes.errors import Refusal
 from pcp_passes.frontends.torch.options import Unknown
 from pcp_passes.zoo.check import TOLERANCE, check
 from pcp_passes.zoo.models import build, call, lengths_for, make_inputs, recipe, recipes
@@ -73,12 +74,10 @@ def run_type(plan: Plan, name: str, tell: Callable[[str], None] = lambda stage: 
 
 
 def _account(runner: ShardedModels, model: nn.Module, pcp: int, measure: bool) -> Account:
-    from pcp_passes.errors import Refusal
-
     try:
         return runner.account(model, pcp, measure=measure)
-    except Refusal:  # this length is one of those that are refused
-        return Account()
+    except Refusal:  # the length to measure at is one of those that are refused
+        return runner.account(model, pcp)
 
 
 def unbuilt(verdict: str, reason: str, began: float | None = None) -> Row:

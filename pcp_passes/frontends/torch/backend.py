@@ -35,12 +35,15 @@ class PcpBackend:
         make_executor: gives the executor, on the first graph.
         graphs: the sharded graphs, in the order Dynamo made them.
         replicated: for each graph that every rank runs whole, why.
+        names_checked: the names in ``options.tokens`` are arguments of the model; a graph that reads none of them is
+            then not mistaken for one.
     """
 
     options: TorchOptions
     make_executor: Callable[[], Executor]
     graphs: list[ShardedGraph] = field(default_factory=list)
     replicated: list[str] = field(default_factory=list)
+    names_checked: bool = False
 
     @property
     def compilations(self) -> int:
@@ -80,7 +83,7 @@ class PcpBackend:
         """
         names = set(self.options.tokens)
         read = any(given.source in names or given.last_name in names for given in inputs)
-        return bool(names) and not read and bool(self.graphs or self.replicated)
+        return bool(names) and not read and bool(self.names_checked or self.graphs or self.replicated)
 
     def _why_whole(self, inputs: Sequence[GraphInput], choice: TokenChoice, name: str) -> str:
         """Why a graph without token count may run whole on every rank. Raises Refusal when it may not."""

@@ -46,11 +46,13 @@ class Capture:
         gm: placeholders one to one with Dynamo's, ``meta["val"]`` on every node, outputs flat.
         inputs: what the placeholders are.
         space: environment of all values.
+        written: inputs whose new values are the first outputs, to be copied back after a call.
     """
 
     gm: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     space: FreshSpace
+    written: tuple[int, ...] = ()
 
 
 def symbol_values(inputs: Sequence[GraphInput], arguments: Sequence[Any]) -> dict[Expression, int]:
@@ -93,7 +95,7 @@ def capture(
 
     Raises:
         ConfigError: the token dimension is ambiguous.
-        Refusal: the graph writes into one of its inputs, or has an input that is neither a tensor nor a number.
+        Refusal: the graph writes into an input of token rows, or has an input that is neither a tensor nor a number.
     """
     source = graph if isinstance(graph, DynamoGraph) else DynamoGraph.read(graph)
     _refuse_other_inputs(source.inputs)
@@ -112,11 +114,11 @@ def capture(
     except Exception as error:
         raise _no_functional_form(error) from error
     assert isinstance(exported, fx.GraphModule)
-    _refuse_mutation(exported, source.inputs, signature)
+    written = _written(exported, source.inputs, signature)
     _unlift(exported, module, signature)
     _name_inputs(exported, source.inputs, fakes)
     _state_constants(exported, space)
-    return Capture(exported, source.inputs, space)
+    return Capture(exported, source.inputs, space, written)
 
 
 def _no_functional_form(error: Exception) -> Refusal:
@@ -187,17 +189,22 @@ def _replace_by_constant(item: fx.Node, value: float) -> None:
     item.graph.erase_node(item)
 
 
-def _refuse_mutation(gm: fx.GraphModule, inputs: Sequence[GraphInput], signature: Any) -> None:
-    """The functional graph returns the new value of a written input in front of its outputs; nobody would copy it."""
+def _written(gm: fx.GraphModule, inputs: Sequence[GraphInput], signature: Any) -> tuple[int, ...]:
+    """Inputs that the graph writes: the functional form returns their new values in front of its outputs.
+
+    Such a value is whole, the same on every rank, and copied back after the call; not so the rows of an input of token
+    rows, which are somebody else's.
+    """
     names = [node.name for node in gm.graph.nodes if node.op == "placeholder"][-len(inputs) :]
     by_name = dict(zip(names, inputs, strict=True))
-    written = [by_name[name].source for name in signature.user_inputs_to_mutate.values()]
-    written += [*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()]
-    if not written:
-        return
+    lifted = [*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()]
+    written = [by_name[name] for name in signature.user_inputs_to_mutate.values()]
+    of_tokens = [given.source for given in written if given.symbols()]
+    if not lifted and not of_tokens:
+        return tuple(given.index for given in written)
     raise Refusal(
-        f"this graph writes into {len(written)} of its inputs, which no rank may do alone.",
-        [("input", name) for name in written]
+        f"this graph writes into {len(lifted) + len(of_tokens)} of its inputs, which no rank may do alone.",
+        [("input", name) for name in [*of_tokens, *lifted]]
         + [("next", "return the new value instead of writing it: call the model in eval mode and without a cache"),
            ("", "(for transformers: model.eval(), use_cache=False)")],
     )  # fmt: skip

@@ -48,7 +48,8 @@ class ShardedCall:
             )
         _require_parameters(signature, options.tokens)
         self.signature, self.options = signature, options
-        self.backend = PcpBackend(options, functools.cache(lambda: executor or GroupExecutor.of(options)))
+        make_executor = functools.cache(lambda: executor or GroupExecutor.of(options))
+        self.backend = PcpBackend(options, make_executor, names_checked=True)
         self._compiled = torch.compile(function, backend=self.backend, fullgraph=fullgraph)
 
     @property

@@ -179,11 +179,10 @@ def _call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _report(pcp: int, variant: Variant, replicated: tuple[str, ...]) -> InspectReport:
-    space = variant.captured.space
     tokens, rows = next(iter(variant.accepted), (0, 0))
-    if variant.rewritten is None:
+    if variant.rewritten is None or variant.captured is None:
         return InspectReport(pcp, tokens, rows, None, None, None, (), replicated)
-    gm = variant.rewritten.gm
+    gm, space = variant.rewritten.gm, variant.captured.space
     collectives = tuple(_collective(node, space, tokens, rows) for node in gm.graph.nodes if is_collective(node))
     return InspectReport(pcp, tokens, rows, variant.captured.gm, gm, variant.rewritten.passes, collectives, replicated)
 

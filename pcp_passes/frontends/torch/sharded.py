@@ -120,7 +120,7 @@ class ShardedGraph:
             with torch.no_grad():
                 outputs: Sequence[Any] = variant.program(*arguments)
         else:
-            outputs = self.executor.run(variant.program, arguments, plan)
+            outputs = _write_back(self.executor.run(variant.program, arguments, plan), variant.captured, arguments)
         for index, dim in variant.token_outputs:
             torch._dynamo.maybe_mark_dynamic(outputs[index], dim)
         return outputs
@@ -156,7 +156,7 @@ class ShardedGraph:
         self._agree(rewritten.gm, plan)
         program = self.executor.prepare(captured.space, rewritten.gm)
         self.compilations += 1
-        outputs = tuple(_token_dims(rewritten.gm, captured.space.tokens))
+        outputs = tuple(_token_dims(rewritten.gm, captured.space.tokens, len(captured.written)))
         return Variant(key, captured, rewritten, program, assumed, outputs, {(plan.num_tokens, plan.num_rows)})
 
     def _rewrite(self, captured: Capture, assume: dict[str, Any]) -> Rewritten:
@@ -202,10 +202,18 @@ class ShardedGraph:
         return observers
 
 
-def _token_dims(gm: fx.GraphModule, tokens: torch.SymInt) -> Iterator[tuple[int, int]]:
-    """Outputs with T rows, and the dimension."""
+def _write_back(outputs: Sequence[Any], captured: Capture | None, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Copy new values of inputs back into them; the outputs that remain are the caller's."""
+    written = captured.written if captured is not None else ()
+    for index, value in zip(written, outputs, strict=False):
+        arguments[index].copy_(value)
+    return outputs[len(written) :]
+
+
+def _token_dims(gm: fx.GraphModule, tokens: torch.SymInt, skipped: int) -> Iterator[tuple[int, int]]:
+    """Outputs with T rows, and the dimension; the first ``skipped`` are not the caller's."""
     (output,) = gm.graph.find_nodes(op="output")
-    for index, node in enumerate(output.args[0]):
+    for index, node in enumerate(output.args[0][skipped:]):
         held = meta.tensor(node)
         sizes = () if held is None else held.shape
         yield from ((index, dim) for dim, size in enumerate(sizes) if fakes.same_size(size, tokens))

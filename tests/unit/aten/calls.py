@@ -129,7 +129,8 @@ ALONG = (
     " sort.default argsort.default mean.dim sum.dim_IntList amax.default amin.default prod.dim_int argmax.default"
     " argmin.default max.dim min.dim logsumexp.default std.dim var.dim var.correction var_mean.correction"
     " nansum.default std_mean.dim median.dim glu.default _safe_softmax.default fft_fft.default fft_ifft.default"
-    " fft_rfft.default fft_irfft.default flip.default count_nonzero.dim_IntList linalg_vector_norm.default norm.ScalarOpt_dim any.dim"
+    " fft_rfft.default fft_irfft.default flip.default count_nonzero.dim_IntList linalg_vector_norm.default"
+    " norm.ScalarOpt_dim any.dim"
     " all.dim any.dims all.dims sort.stable argsort.stable _softmax.default _log_softmax.default topk.default"
     " kthvalue.default roll.default std.correction max.default min.default sum.default mean.default any.default"
     " all.default var.default std.default norm.Scalar argmax.default linalg_vector_norm.default prod.default"
@@ -296,8 +297,26 @@ def attend_calls() -> Iterator[Sample]:
     yield sample(attend_op, q, k, v, positions, scale=0.5, slopes=given(4, dtype=f32))
 
 
+def optional_calls() -> Iterator[Sample]:
+    """Element-wise calls with arguments that have no value by themselves."""
+    x, y = given("T", 3), given(2, "T", 1)
+    for name in ("clamp", "clip"):
+        target = getattr(A, name)
+        yield sample(target.default, x, 0.1)
+        yield sample(target.default, y, None, 0.5)
+        yield sample(target.Tensor, x, given(3), given("T", 1))
+        yield sample(target.Tensor, given(3), None, y)
+    for mode in ("floor", "trunc", None):
+        yield sample(A.div.Tensor_mode, x, y, rounding_mode=mode)
+        yield sample(A.div.Scalar_mode, x, 2, rounding_mode=mode)
+    yield sample(A.gelu.default, x, approximate="tanh")
+    yield sample(A._to_copy.default, x, dtype=torch.float32)
+    yield sample(A.clone.default, y, memory_format=torch.contiguous_format)
+    yield sample(A.native_dropout.default, x, 0.5, False)
+
+
 FAMILIES: dict[str, Any] = {
     "views": view_calls, "reshape": reshape_calls, "along": along_calls, "norms": norm_calls, "products": product_calls,
     "attention": attention_calls, "attend": attend_calls, "indexing": indexing_calls, "joining": joining_calls,
-    "twice": twice_calls,
+    "twice": twice_calls, "optional": optional_calls,
 }  # fmt: skip

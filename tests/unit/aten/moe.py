@@ -294,7 +294,8 @@ NEAR_MISSES: dict[str, tuple[Idiom, int]] = {
     for function in (
         mixes_sorted_rows, counts_first_then_mixes, other_sorts_order, other_sorts_counts, descending,
         descending_argsort, counts_of_other_values, counts_of_other_rows, counts_without_the_first,
-        counts_from_another_bin, counts_of_narrow_keys, changed_counts, counts_twice_summed, order_as_data, owner_of_other_k, leaks_sorted_rows,
+        counts_from_another_bin, counts_of_narrow_keys, changed_counts,
+        counts_twice_summed, order_as_data, owner_of_other_k, leaks_sorted_rows,
         drops_some_rows, inverse_from_one, inverse_downwards, rows_of_another_tensor, float_keys, two_sorts_of_one,
         prefix_of_counts_as_data, position_in_group, narrow_order,
     )

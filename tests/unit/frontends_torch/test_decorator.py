@@ -287,3 +287,25 @@ def test_a_length_compared_with_a_constant_is_refused_with_the_reason() -> None:
 def test_code_objects_are_a_models_own() -> None:
     first, second = (decorators._call_of(decoder()) for _ in range(2))
     assert first.__code__ is not second.__code__
+
+
+class Counting(nn.Module):
+    """Writes a buffer in ``forward``: what every rank computes alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(x.sum(0))
+        return x * self.seen
+
+
+def test_a_buffer_written_by_the_model_holds_its_new_value() -> None:
+    alone, model = Counting(), Counting()
+    sharded = pcp_passes.simulated(model, 3, tokens={"x": 0})
+    for count in (12, 7):
+        x = torch.randn(count, 3)
+        torch.testing.assert_close(sharded(x), alone(x))
+        torch.testing.assert_close(model.seen, alone.seen)
+    assert bool(model.seen.abs().sum() > 0)
