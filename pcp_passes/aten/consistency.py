@@ -17,7 +17,7 @@ from torch import fx
 from pcp_passes.aten import table
 from pcp_passes.aten.decision import REPLICATE, Call, Local, expression, operands
 from pcp_passes.aten.experts import LocalIota
-from pcp_passes.aten.plan_inputs import PlanInputs, plan_inputs
+from pcp_passes.aten.plan_inputs import PlanInputs, has_plan, plan_inputs
 from pcp_passes.collectives import is_collective
 from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.placements import Placement, Shard
@@ -35,14 +35,18 @@ _CREATES = tuple(
 
 
 def rows_consistent(graph: fx.Graph, ctx: PassContext) -> None:
-    """Placements of a marked graph follow from the rule table, operand by operand."""
+    """Placements of a marked graph follow from the rule table, operand by operand; a graph without a plan has none."""
+    if not has_plan(graph):
+        return
     plan = plan_inputs(graph)
     offences = ((node, why) for node in graph.nodes if (why := _inconsistent(node, plan, ctx)) is not None)
     invariants.require(ROWS_CONSISTENT, "every placement follows from the operands' by the op's rule", offences)
 
 
 def sizes_shared(graph: fx.Graph, ctx: PassContext) -> None:
-    """What a rank gives to a collective has sizes that all ranks know: constants, T and M."""
+    """What a rank gives to a collective has sizes that all ranks know: constants, T and M (of a graph with a plan)."""
+    if not has_plan(graph):
+        return
     plan = plan_inputs(graph)
     invariants.require(SIZES_SHARED, "sizes of a collective's operand are made of T, M and constants", (
         (node, f"operand %{operand.name} has another size")

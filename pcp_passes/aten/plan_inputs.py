@@ -53,6 +53,11 @@ def add_plan_inputs(graph: fx.Graph, mode: Any, tokens: torch.SymInt, rows: torc
     return plan_inputs(graph)
 
 
+def has_plan(graph: fx.Graph) -> bool:
+    """Whether the graph takes both plan inputs."""
+    return {ROWS, RESTORE} <= {node.name for node in graph.nodes if node.op == "placeholder"}
+
+
 def plan_inputs(graph: fx.Graph) -> PlanInputs:
     """Find them by name.
 

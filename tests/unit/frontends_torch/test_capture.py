@@ -221,7 +221,7 @@ def test_writing_rows_of_tokens_is_refused_by_name() -> None:
 
     x = torch.randn(12, 3)
     graph, given = traced(function, x, marked=[(x, 0)])
-    with pytest.raises(Refusal, match="writes into 1 of its inputs|no functional form") as error:
+    with pytest.raises(Refusal, match=r"writes into 1 of its inputs|no functional form") as error:
         capture(graph, given, rows=6)
     assert "unknown" in str(error.value) or "use_cache=False" in str(error.value)
 
