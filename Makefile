@@ -30,7 +30,7 @@ demo: .venv/ready ## SmolLM2 on real vLLM, PCP=1 against PCP=2; writes build/dem
 	$(LIMIT) 900 $(RUN) -m pcp_passes.demo $(ARGS)
 
 test: .venv/ready ## all tests but soak; the pairwise cover of the vLLM matrix
-	OMP_NUM_THREADS=1 PCP_TEST_FULL=0 $(LIMIT) 1500 $(RUN) -m pytest -m "not soak" $(ARGS)
+	OMP_NUM_THREADS=1 PCP_TEST_FULL=0 $(LIMIT) 2400 $(RUN) -m pytest -m "not soak" $(ARGS)
 
 test-full: .venv/ready ## the same with the whole vLLM matrix
 	OMP_NUM_THREADS=1 PCP_TEST_FULL=1 $(LIMIT) 5000 $(RUN) -m pytest -m "not soak" $(ARGS)

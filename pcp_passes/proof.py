@@ -56,6 +56,24 @@ PROOFS: tuple[Proof, ...] = (
     Proof("rank agreement and heartbeat", "contract-tested", "tests/multiproc/test_heartbeat.py"),
     Proof("all ranks simulated in one process", "contract-tested", "tests/unit/test_simulate.py"),
     Proof(
+        "plain PyTorch: decorator and torch.compile backend",
+        "contract-tested",
+        "tests/multiproc/test_transformers_ranks.py",
+        "CPU and gloo, 2 and 4 ranks, eager and Inductor; no GPU, no NCCL",
+    ),
+    Proof(
+        "models of transformers 5.19, P 2, 3, 4",
+        "contract-tested",
+        "tests/unit/zoo/test_zoo_types.py",
+        "ranks simulated; 5.24 was run by hand",
+    ),
+    Proof(
+        "pcp::attend on CUDA (FlexAttention)",
+        "contract-tested",
+        "tests/unit/attention/test_flex.py",
+        "never executed on a GPU; on CPU by flash parts, executed",
+    ),
+    Proof(
         "expand_slots in Triton",
         "contract-tested",
         "tests/unit/kernels/test_expand_slots.py",

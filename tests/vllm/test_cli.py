@@ -31,7 +31,7 @@ def test_a_mistake_is_one_message_and_no_traceback() -> None:
 if FULL:
 
     def test_inspect_reports_every_layer() -> None:
-        report: dict[str, Any] = json.loads(pcp("inspect", str(build("tiny_gqa")), "--pcp", "4", "--json"))
+        report: dict[str, Any] = json.loads(pcp("inspect", str(build("tiny_gqa")), "--vllm", "--pcp", "4", "--json"))
         assert [layer["layer"] for layer in report["layers"]] == [f"model.layers.{i}.self_attn.attn" for i in range(3)]
         assert report["totals"]["collectives"] == 3
         # K and V: two heads of 32 float32 values each.
@@ -39,7 +39,7 @@ if FULL:
         assert report["graph"].count("all_gather_rows(") == 3
 
     def test_inspect_prints_tables() -> None:
-        text = pcp("inspect", str(build("tiny_mla")), "--pcp", "2", "--layers", "1", "--graph")
+        text = pcp("inspect", str(build("tiny_mla")), "--vllm", "--pcp", "2", "--layers", "1", "--graph")
         assert "1 collectives a step" in " ".join(text.split())
 
     def test_generate_compares_one_rank_with_two() -> None:
