@@ -149,3 +149,35 @@ def test_planner_is_ten_times_faster() -> None:
         pytest.skip("vllm is not installed")
     for row in run("planner", "--rounds", "2", "--calls", "3"):
         assert row["ratio"] >= 10, row
+
+
+def test_passes_are_linear_in_nodes() -> None:
+    found = run("pass_time", "--layers", "4", "16")
+    assert found["ms_per_node"] < 1.5  # the gate is 1 ms on a quiet machine
+    assert found["exponent"] < 1.3
+    assert [entry["layers"] for entry in found["measured"]] == [4, 16]
+    assert found["measured"][0]["passes_s"].keys() >= {"propagate-placements", "insert-reshards", "lower-restores"}
+
+
+def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("pass_time", monkeypatch)
+    square = [{"total_s": n * n, "values_s": 0.0, "nodes": n} for n in (100, 1000)]
+    assert module.exponent(square) == pytest.approx(2.0)
+
+
+def test_a_rank_holds_less_than_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("peak_memory", "--tokens", "1024")
+    assert len(found["ranks"]) == 4
+    assert found["share"] <= 0.45
+    module = load("peak_memory", monkeypatch)
+    model = module.Dense(1, hidden=64, heads=4, key_heads=2).eval().requires_grad_(False)
+    alone = module.peak_bytes(model, 256, 1, 0)
+    assert module.peak_bytes(model, 512, 1, 0) > 1.5 * alone, "bytes are counted"
+
+
+def test_scaling_gate_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("scaling", monkeypatch)
+    found = module.row("dense", 4096, [(2.0, 1.0), (2.0, 1.1), (2.0, 1.3)], 1e-6, 1)
+    assert found["ratio"] == pytest.approx(2.0 / 1.1)
+    assert found["ratio"] < module.MIN_RATIO
+    assert "1.82x" in module.line(found)
