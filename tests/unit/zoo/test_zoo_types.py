@@ -20,9 +20,10 @@ from pcp_passes.zoo.sharded import ShardedModels
 CLEAN = 1e-5
 ATTENTION_ONLY = (
     "llama", "gpt2", "qwen3", "mixtral", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "deepseek_v32",
-    "glm_moe_dsa", "bloom", "phi3@longrope", "dbrx",
+    "glm_moe_dsa", "bloom", "phi3@longrope",
 )  # fmt: skip
-"""Nothing but attention mixes tokens in these, so nothing may fall back."""
+"""Nothing but attention mixes tokens in these, so nothing may fall back. dbrx is not one: the loop over the experts
+that its tokens hit depends on data, breaks the graph, and runs whole."""
 
 PLAN = Plan(pcp=(4,), lengths=(64, 7, 33))
 
