@@ -62,7 +62,10 @@ def test_inductor_is_near_the_model_alone(name: str, pcp: int, tmp_path: Path) -
     for rank in found:
         for index, logits in enumerate(rank["logits"]):
             near(logits, alone(name)[index])
-    assert [rank["compilations"] for rank in found] == [1] * pcp
+    # The last length is below this model's index_topk. A body that Inductor takes from its cache is guarded against
+    # that, a freshly compiled one holds for both.
+    most = 2 if name == "glm_moe_dsa" else 1
+    assert all(1 <= rank["compilations"] <= most for rank in found)
     with pytest.raises(AssertionError):
         near(found[0]["logits"][0].roll(1, 1), alone(name)[0])
 
