@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -91,7 +91,7 @@ class PcpOptions:
         values: dict[str, Any] = {}
         for key, value in raw.items():
             if key not in known:
-                raise ConfigError(_unknown("option", key, sorted(known)))
+                raise ConfigError(unknown_choice("option", key, sorted(known)))
             values[key] = _checked(key, value)
         return cls(**values)
 
@@ -104,7 +104,7 @@ def _checked(key: str, value: Any) -> Any:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             why = _WHY_NOT.get((key, str(value)))
-            raise ConfigError(_unknown(f"pcp_passes.{key}", value, _CHOICES[key]) + (f" ({why}.)" if why else ""))
+            raise ConfigError(unknown_choice(f"pcp_passes.{key}", value, _CHOICES[key]) + (f" ({why}.)" if why else ""))
         return value
     if key == "gather":
         return _gather(value)
@@ -132,7 +132,7 @@ def _gather(value: Any) -> GatherOptions:
         raise ConfigError(f'pcp_passes.gather must be a mapping such as {{"pack": true}}, found {value!r}.')
     for key in value:
         if key != "pack":
-            raise ConfigError(_unknown("pcp_passes.gather key", key, ("pack",)))
+            raise ConfigError(unknown_choice("pcp_passes.gather key", key, ("pack",)))
     return GatherOptions(pack=_typed("gather.pack", value.get("pack", True), bool, "true or false"))
 
 
@@ -142,7 +142,8 @@ def _typed(key: str, value: Any, kind: type, wanted: str) -> Any:
     return value
 
 
-def _unknown(what: str, found: object, accepted: tuple[str, ...] | list[str]) -> str:
+def unknown_choice(what: str, found: object, accepted: Sequence[str]) -> str:
+    """The sentence for a value outside the accepted ones, with the nearest of them."""
     near = get_close_matches(str(found), accepted, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {found!r}; accepted: {', '.join(map(repr, accepted))}.{hint}"

@@ -77,6 +77,11 @@ class Call:
         """Argument ``name``, given or default. Raises ``KeyError`` when the schema has none of that name."""
         return argument(self.node, name)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Argument names of the op's schema, in order."""
+        return argument_names(self.node)
+
     def at(self, node: object) -> Placement:
         """Placement of an argument; ``Replicate`` for one that is not a node."""
         return self.placed[self.operands.index(node)] if isinstance(node, fx.Node) else REPLICATE
@@ -133,8 +138,13 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def position_of(node: fx.Node, name: str) -> int:
     """Position of argument ``name`` in the schema."""
+    return argument_names(node).index(name)
+
+
+def argument_names(node: fx.Node) -> tuple[str, ...]:
+    """Argument names of an op's schema, in order."""
     target: Any = node.target
-    return next(i for i, declared in enumerate(target._schema.arguments) if declared.name == name)
+    return tuple(declared.name for declared in target._schema.arguments)
 
 
 def expression(size: object) -> sympy.Expr:
@@ -155,12 +165,6 @@ def tensor_of(node: object) -> torch.Tensor:
     held = meta.tensor(node)
     assert held is not None, f"%{node} holds no single tensor"
     return held
-
-
-def dim_of(call: Call, node: fx.Node) -> Shard | None:
-    """The sharded placement of an argument, or ``None`` when it is replicated."""
-    where = call.at(node)
-    return where if isinstance(where, Shard) else None
 
 
 def wrap(dim: int, rank: int) -> int:

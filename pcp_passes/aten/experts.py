@@ -206,32 +206,28 @@ def _owner(call: Call) -> Decision | None:
 
 
 def _read(call: Call) -> Decision | None:
-    """Rows taken in sorted order, or put back by the inverse."""
-    x, indices = call.arg("self"), call.arg("indices")
-    if len(indices) != 1 or len(call.operands) != 2 or x is indices[0]:
-        return None
-    at_x, at_i = call.at(x), call.at(indices[0])
-    by, inner = getattr(at_i, "by", ""), getattr(at_i, "inner", 0)
-    if isinstance(at_i, Owner) and at_x == Shard(0):
-        return Local(Sorted(by, inner), call.placed)
-    if isinstance(at_i, Order) and at_x == Shard(0, 1, inner):
-        return Local(Sorted(by, inner), call.placed)
-    if isinstance(at_i, Inverse) and at_x == Sorted(by, inner):
-        return Local(Shard(0, 1, inner), call.placed)
-    return None
+    """``index(x, [places])``."""
+    indices = call.arg("indices")
+    return _reordered(call, call.arg("self"), indices[0]) if len(indices) == 1 and len(call.operands) == 2 else None
 
 
 def _select(call: Call) -> Decision | None:
     """``index_select`` along dimension 0 says the same as ``index``."""
-    x, index = call.operands[:2]
-    if call.arg("dim") != 0 or x is index:
+    return _reordered(call, *call.operands[:2]) if call.arg("dim") == 0 else None
+
+
+def _reordered(call: Call, x: fx.Node, places: object) -> Decision | None:
+    """Rows taken in sorted order, or put back by the inverse."""
+    at_x, at_i = call.at(x), call.at(places)
+    if x is places or not isinstance(at_i, Tied):
         return None
-    at_x, at_i = call.at(x), call.at(index)
-    by, inner = getattr(at_i, "by", ""), getattr(at_i, "inner", 0)
-    if (isinstance(at_i, Owner) and at_x == Shard(0)) or (isinstance(at_i, Order) and at_x == Shard(0, 1, inner)):
-        return Local(Sorted(by, inner), call.placed)
-    if isinstance(at_i, Inverse) and at_x == Sorted(by, inner):
-        return Local(Shard(0, 1, inner), call.placed)
+    ordered = Sorted(at_i.by, at_i.inner)
+    if isinstance(at_i, Owner) and at_x == Shard(0):
+        return Local(ordered, call.placed)
+    if isinstance(at_i, Order) and at_x == Shard(0, 1, at_i.inner):
+        return Local(ordered, call.placed)
+    if isinstance(at_i, Inverse) and at_x == ordered:
+        return Local(Shard(0, 1, at_i.inner), call.placed)
     return None
 
 

@@ -17,7 +17,7 @@ def along(call: Call) -> Decision:
     """Along ``dim`` (or ``dims``), reduced or kept; every result of an op with several has the same rows."""
     source = call.operands[0]
     where = call.at(source)
-    if any(a.name == "other" for a in call.node.target._schema.arguments):  # type: ignore[union-attr]
+    if "other" in call.names:
         return pointwise(call)  # max(a, b) and min(a, b)
     if not isinstance(where, Shard):
         return Mixes("what it works along is not the sharded operand")
@@ -34,8 +34,7 @@ def along(call: Call) -> Decision:
 
 
 def _dims(call: Call, rank: int) -> set[int]:
-    names = [a.name for a in call.node.target._schema.arguments]  # type: ignore[union-attr]
-    name = next((n for n in ("dim", "dims") if n in names), None)
+    name = next((n for n in ("dim", "dims") if n in call.names), None)
     asked: Any = call.arg(name) if name else None
     if asked is None or asked == []:
         return set(range(rank))

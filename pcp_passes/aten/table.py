@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pcp_passes.aten import experts, indexing, matmuls, pointwise, reductions, views
-from pcp_passes.aten.decision import Call, CannotTell, Decision, Local, Mixes, Rule, argument
+from pcp_passes.aten.decision import Call, CannotTell, Decision, Local, Mixes, Rule, argument, argument_names
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import Shard, Tied
@@ -159,7 +159,7 @@ def is_random(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    names = {declared.name for declared in target._schema.arguments}
+    names = argument_names(node)
     rate = next((n for n in ("dropout_p", "p") if n in names), None)
     draws = next((n for n in ("train", "training") if n in names), None)
     return not ((rate and argument(node, rate) == 0) or (draws and not argument(node, draws)))

@@ -51,8 +51,7 @@ def permute(call: Call) -> Decision:
 def transpose(call: Call) -> Decision:
     """``transpose(x, dim0, dim1)``, and ``t``, ``mT`` and their like, which exchange two dimensions."""
     where, rank = _source(call)
-    names = {a.name for a in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    named = next(((a, b) for a, b in (("dim0", "dim1"), ("axis0", "axis1")) if a in names), None)
+    named = next(((a, b) for a, b in (("dim0", "dim1"), ("axis0", "axis1")) if a in call.names), None)
     if named:
         first, second = wrap(call.arg(named[0]), rank), wrap(call.arg(named[1]), rank)
     elif rank < 2 or (rank > 2 and "numpy_T" in str(call.node.target)):
@@ -83,8 +82,7 @@ def squeeze(call: Call) -> Decision:
     """``squeeze`` of one, several, or all dimensions of size 1."""
     where, rank = _source(call)
     shape = tensor_of(call.operands[0]).shape
-    names = {a.name for a in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    asked: Any = call.arg("dim") if "dim" in names else list(range(rank))
+    asked: Any = call.arg("dim") if "dim" in call.names else list(range(rank))
     gone = {wrap(d, rank) for d in ([asked] if isinstance(asked, int) else asked)}
     removed = sum(1 for d in gone if d < where.dim and not hasattr(shape[d], "node") and shape[d] == 1)
     return _moved(call, where.dim - removed)
@@ -93,7 +91,7 @@ def squeeze(call: Call) -> Decision:
 def expand(call: Call) -> Decision:
     """``expand(x, sizes)``: new leading dimensions, or size 1 made larger; the token dimension keeps its size."""
     where, rank = _source(call)
-    name = "size" if "size" in {a.name for a in call.node.target._schema.arguments} else "sizes"  # type: ignore[union-attr]
+    name = "size" if "size" in call.names else "sizes"
     asked = list(call.arg(name))
     dim = where.dim + len(asked) - rank
     asked[dim] = Rows(where.outer, where.inner)
@@ -150,8 +148,7 @@ def reshape(call: Call) -> Decision:
 def _new_sizes(call: Call, out: Shard) -> dict[int, Any]:
     node = call.node
     target: Any = node.target
-    names = [a.name for a in target._schema.arguments]
-    name = next((n for n in ("size", "shape", "sizes") if n in names), None)
+    name = next((n for n in ("size", "shape", "sizes") if n in call.names), None)
     if name is None:
         return {}  # flatten: no sizes
     asked = list(call.arg(name))
@@ -201,8 +198,7 @@ def _product(sizes: Sequence[Any]) -> sympy.Expr:
 def repeat(call: Call) -> Decision:
     """``repeat(x, repeats)``: whole copies of the tokens become outer blocks."""
     where, rank = _source(call)
-    names = {a.name for a in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    repeats = list(call.arg("repeats" if "repeats" in names else "dims"))
+    repeats = list(call.arg("repeats" if "repeats" in call.names else "dims"))
     repeats = [1] * (rank - len(repeats)) + repeats
     dim = where.dim + len(repeats) - rank
     if not isinstance(repeats[dim], int):

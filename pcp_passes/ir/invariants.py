@@ -22,6 +22,7 @@ from pcp_passes.ir import buffers, fakes, meta, rules
 from pcp_passes.ir.markers import is_marker, marker_rows
 from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard
 from pcp_passes.ir.printer import print_node, type_text
+from pcp_passes.ir.revalue import call_key, type_key
 
 if TYPE_CHECKING:
     from pcp_passes.passes.base import PassContext
@@ -99,12 +100,6 @@ def _inserted(node: fx.Node) -> bool:
 _Seen = dict[str, Any]
 
 
-def _call(node: fx.Node) -> str:
-    """The call with its operands described by what they hold, not by who made them."""
-    operands = fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{_signature(meta.value(n)) or meta.value(n)}>")
-    return f"{node.op} {node.target} {operands}"
-
-
 def _stale(node: fx.Node, seen: _Seen) -> Offence | None:
     if node.op not in ("call_function", "call_method"):
         return None
@@ -113,18 +108,14 @@ def _stale(node: fx.Node, seen: _Seen) -> Offence | None:
     stated = meta.value(node)
     if not meta.holds_tensor(node) or not any(map(meta.holds_tensor, node.all_input_nodes)):
         return None
-    call = _call(node)
+    call = call_key(node)
     try:
         fresh = seen[call] if call in seen else seen.setdefault(call, meta.compute_value(node))
     except Exception as error:  # an op can fail on operands of the wrong shape in any way it likes
         return node, f"its operands are not accepted: {type(error).__name__}: {error}".splitlines()[0]
-    if _signature(fresh) == _signature(stated):
+    if type_key(fresh) == type_key(stated):
         return None
     return node, f"stated {type_text(stated)}, but its operands give {type_text(fresh)}"
-
-
-def _signature(value: object) -> list[Any]:
-    return [(str(tuple(t.shape)), t.dtype, t.device.type, str(tuple(t.stride()))) for t in fakes.tensors_in(value)]
 
 
 def placed(graph: fx.Graph, ctx: PassContext) -> None:

@@ -27,7 +27,7 @@ class Revalue:
         if node.target is operator.getitem:
             meta.set_value(node, meta.value(node.args[0])[node.args[1]])  # type: ignore[arg-type]
             return
-        key = self._key(node)
+        key = call_key(node)
         if key not in self._seen:
             self._seen[key] = self._run(node)
         meta.set_value(node, self._seen[key])
@@ -43,19 +43,14 @@ class Revalue:
         assert self._mode is not None, "no fake mode: the graph was captured without fake values"
         return fakes.call_on_fakes(self._mode, node.target, args, kwargs)
 
-    def _key(self, node: fx.Node) -> str:
-        described = fx.node.map_arg((node.args, node.kwargs), lambda n: _Type(meta.value(n)))  # type: ignore[arg-type, return-value]
-        return f"{node.target}{described}"
+
+def call_key(node: fx.Node) -> str:
+    """The call with its operands described by the types of what they hold, not by who made them."""
+    described = fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{type_key(meta.value(n))}>")
+    return f"{node.op} {node.target} {described}"
 
 
-class _Type:
-    """Prints what decides the type of a result."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        found = list(fakes.tensors_in(self.value))
-        if not found:
-            return f"<{self.value}>"
-        return "<" + ";".join(f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device.type}" for t in found) + ">"
+def type_key(value: object) -> str:
+    """What decides the type of a result: of tensors shape, dtype, device and strides; of anything else the value."""
+    found = [f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device.type}" for t in fakes.tensors_in(value)]
+    return ";".join(found) or str(value)

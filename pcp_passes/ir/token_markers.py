@@ -25,7 +25,6 @@ from pcp_passes.errors import PcpError
 from pcp_passes.ir.library import define
 from pcp_passes.ir.placements import Shard
 
-SHARD_ROWS = "pcp::shard"
 RESTORE_ROWS = "pcp::restore"
 
 

@@ -62,7 +62,7 @@ def lower_restores(graph: fx.Graph) -> PassResult:
     count = 0
     for node in list(graph.nodes):
         if is_restore(node):
-            (whole,) = lowering.restore([node], [node.args[2:5]])
+            (whole,) = lowering.restore(node, [node.args[2:5]])
             renewed |= lowering.replace(node, whole)
         elif is_restore_many(node):
             renewed |= _lower_many(lowering, node)
@@ -81,7 +81,7 @@ def _lower_many(lowering: _Lowering, node: fx.Node) -> set[fx.Node]:
     renewed: set[fx.Node] = set()
     parts = {part.args[1]: part for part in node.users}
     places = list(zip(*node.args[2:5], strict=True))
-    for index, whole in enumerate(lowering.restore([node], places)):
+    for index, whole in enumerate(lowering.restore(node, places)):
         if index in parts:
             renewed |= lowering.replace(parts[index], whole)
             lowering.graph.erase_node(parts[index])
@@ -103,9 +103,8 @@ class _Lowering:
         self.revalue(node)
         return node
 
-    def restore(self, markers: list[fx.Node], places: list[Any]) -> list[fx.Node]:
+    def restore(self, marker: fx.Node, places: list[Any]) -> list[fx.Node]:
         """Gather the operands of one marker together; a whole value for each, in order."""
-        marker = markers[0]
         rows: Any = marker.args[0]
         rows = list(rows) if isinstance(rows, (list, tuple)) else [rows]
         index: Any = marker.args[1]
@@ -168,8 +167,8 @@ class _Lowering:
         """Sizes behind the rows; one that holds tokens as well (scores of all keys) is read from the operand."""
         return [
             self.emit(marker, Replicate(), _ATEN.sym_size.int, front, dim) if isinstance(size, torch.SymInt) else size
-            for dim, size in enumerate(_held(front).shape)
-        ][1:]
+            for dim, size in enumerate(_held(front).shape[1:], start=1)
+        ]
 
     def _back(self, marker: fx.Node, piece: fx.Node, front: fx.Node, dim: int, outer: int, inner: int) -> fx.Node:
         merged = outer * inner != 1

@@ -13,6 +13,7 @@ from torch import fx
 from pcp_passes.aten.decision import argument, expression, multiple
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.ir import meta
+from pcp_passes.ir.places import behind
 from pcp_passes.passes.base import PassContext, PassResult
 
 _ATEN: Any = torch.ops.aten
@@ -116,9 +117,9 @@ def _one_count(graph: fx.Graph) -> int:
         if times is None:
             continue
         if source is None:
-            source = _after_inputs(graph, _ATEN.sym_size.int, (plan.restore, 0), meta.value(plan.restore).shape[0])
+            source = _behind(graph, _ATEN.sym_size.int, plan.restore, 0, meta.value(plan.restore).shape[0])
         if times not in made:
-            made[times] = source if times == 1 else _times(graph, source, times, meta.value(node))
+            made[times] = source if times == 1 else _behind(graph, operator.mul, source, times, meta.value(node))
         node.replace_all_uses_with(made[times])
         graph.erase_node(node)
         count += 1
@@ -154,16 +155,8 @@ def _first_tokens(graph: fx.Graph) -> int:
     return count
 
 
-def _after_inputs(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: object) -> fx.Node:
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    with graph.inserting_before(first):
-        node = graph.call_function(target, args)
-    meta.set_aten_value(node, value)
-    return node
-
-
-def _times(graph: fx.Graph, source: fx.Node, times: int, value: object) -> fx.Node:
-    with graph.inserting_after(source):
-        node = graph.call_function(operator.mul, (source, times))
+def _behind(graph: fx.Graph, target: Any, source: fx.Node, argument: int, value: object) -> fx.Node:
+    with graph.inserting_before(behind(source)):
+        node = graph.call_function(target, (source, argument))
     meta.set_aten_value(node, value)
     return node

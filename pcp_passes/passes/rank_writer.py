@@ -16,6 +16,7 @@ from pcp_passes.aten.local_forms import counts_tokens
 from pcp_passes.aten.picks import Pick
 from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Placement, Shard
+from pcp_passes.ir.places import behind
 from pcp_passes.ir.revalue import Revalue
 from pcp_passes.ir.token_markers import restore_op, shard_op
 from pcp_passes.passes.base import PassContext
@@ -155,9 +156,8 @@ class _Writer:
         return self.sizes[count]
 
     def _early(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-        after = [n for n in args if isinstance(n, fx.Node) and n.op != "placeholder"]
-        place = after[0].next if after else next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
-        with self.graph.inserting_before(place):
+        source = next(operand for operand in args if isinstance(operand, fx.Node))
+        with self.graph.inserting_before(behind(source)):
             node = self.graph.call_function(target, args)
         return self._made(node, REPLICATE)
 
@@ -213,7 +213,7 @@ class _Writer:
                 continue
             source = self.whole[node]
             args = (source, self.program.plan.rows, wanted.dim, wanted.outer, wanted.inner)
-            with self.graph.inserting_before(self._place_after(source)):
+            with self.graph.inserting_before(behind(source)):
                 made = self.graph.call_function(shard_op, args, name="shard")
             self.rows[node, wanted] = self._made(made, wanted, node)
             self.count += 1
@@ -223,10 +223,3 @@ class _Writer:
             if (node, wanted) not in self.rows:
                 assert isinstance(wanted, Shard), f"%{node.name} was to be taken as {wanted}"
                 yield wanted
-
-    def _place_after(self, source: fx.Node) -> fx.Node:
-        """After the node; for an input, after all inputs."""
-        after: fx.Node = source.next
-        while after.op in ("placeholder", "get_attr"):
-            after = after.next
-        return after

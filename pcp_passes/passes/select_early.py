@@ -14,6 +14,7 @@ from pcp_passes.aten.picks import SLICE, pick_of
 from pcp_passes.aten.plan_inputs import PlanInputs, plan_inputs
 from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Shard
+from pcp_passes.ir.places import behind
 from pcp_passes.ir.revalue import Revalue
 from pcp_passes.passes.base import PassContext, PassResult
 
@@ -111,7 +112,7 @@ def _move(
         key = (operand, need.dim, chosen.args[2:])
         known = taken.get(key)
         if known is None or known._erased:
-            with graph.inserting_before(_after(operand)):
+            with graph.inserting_before(behind(operand)):
                 known = graph.call_function(SLICE, (operand, need.dim, *chosen.args[2:]))
             meta.adopt_lazily(known, producer, SelectEarly.name, REPLICATE)
             revalue(known)
@@ -130,14 +131,6 @@ def _move(
     graph.erase_node(chosen)
     graph.erase_node(producer)
     return new
-
-
-def _after(operand: fx.Node) -> fx.Node:
-    """Right behind an operand, or behind all inputs, so that whoever wants the same slice finds it in front."""
-    after: fx.Node = operand.next
-    while after.op == "placeholder":
-        after = after.next
-    return after
 
 
 def _plain(need: Any) -> bool:

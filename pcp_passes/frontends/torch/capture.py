@@ -23,6 +23,7 @@ from pcp_passes.frontends.torch.fresh import FreshSpace, fake_inputs, fresh_spac
 from pcp_passes.frontends.torch.inputs import Expression, GraphInput, TokenChoice, choose_tokens, read_inputs
 from pcp_passes.ir import meta
 from pcp_passes.ir.copies import copy_graph, module_like
+from pcp_passes.ir.places import behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +222,7 @@ def _unlift(gm: fx.GraphModule, module: fx.GraphModule, signature: Any) -> None:
             gm.register_parameter(target, module.get_parameter(lifted[node.name]))
         else:
             gm.register_buffer(target, module.get_buffer(lifted[node.name]))
-        with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr"))):
+        with gm.graph.inserting_before(behind(node)):
             own = gm.graph.get_attr(target)
         meta.duplicate(node, own)
         node.replace_all_uses_with(own)

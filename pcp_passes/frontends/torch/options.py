@@ -7,22 +7,21 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pcp_passes.errors import ConfigError
-from pcp_passes.options import Layout, Verify
+from pcp_passes.options import Layout, Verify, unknown_choice
+from pcp_passes.passes.propagate_placements import Unknown
+from pcp_passes.passes.tokens import Outputs
 
-Outputs = Literal["global", "local", "last"]
 Inner = Literal["inductor", "eager"]
-Unknown = Literal["refuse", "replicate"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": ("zigzag", "contiguous"),
-    "outputs": ("global", "local", "last"),
-    "inner": ("inductor", "eager"),
-    "unknown": ("refuse", "replicate"),
-    "verify": ("off", "final", "every"),
+    "layout": get_args(Layout),
+    "outputs": get_args(Outputs),
+    "inner": get_args(Inner),
+    "unknown": get_args(Unknown),
+    "verify": get_args(Verify),
 }
 
 
@@ -71,12 +70,8 @@ class TorchOptions:
         known = [f.name for f in fields(cls)]
         for key in raw or {}:
             if key not in known:
-                raise ConfigError(_unknown("option", key, known))
+                raise ConfigError(unknown_choice("option", key, known))
         return cls(**{key: _checked(key, value) for key, value in (raw or {}).items()})
-
-    def with_(self, **changes: Any) -> TorchOptions:
-        """A copy with other values, checked like the first ones."""
-        return replace(self, **{key: _checked(key, value) for key, value in changes.items()})
 
     def digest(self) -> str:
         """A stable hash of what must be equal on all ranks; the group and the dump folder are a rank's own."""
@@ -87,7 +82,7 @@ class TorchOptions:
 def _checked(key: str, value: Any) -> Any:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            raise ConfigError(_unknown(key, value, _CHOICES[key]))
+            raise ConfigError(unknown_choice(key, value, _CHOICES[key]))
         return value
     if key == "tokens":
         return _tokens(value)
@@ -125,9 +120,3 @@ def _paths(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(path, str) for path in value):
         raise ConfigError(f'replicate must list module paths, as in ["model.layers.0.mlp"], found {value!r}.')
     return tuple(value)
-
-
-def _unknown(what: str, found: object, accepted: Sequence[str]) -> str:
-    near = get_close_matches(str(found), accepted, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {found!r}; accepted: {', '.join(map(repr, accepted))}.{hint}"
