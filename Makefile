@@ -29,14 +29,26 @@ setup: .venv/ready ## create .venv
 demo: .venv/ready ## SmolLM2 on real vLLM, PCP=1 against PCP=2; writes build/demo.json
 	$(LIMIT) 900 $(RUN) -m pcp_passes.demo $(ARGS)
 
+# Unit tests share nothing and run two at a time; ranks and engines want the cores for themselves.
+PYTEST := OMP_NUM_THREADS=1 $(LIMIT) 3000 $(RUN) -m pytest
+define run_tests
+	if [ -n "$(ARGS)" ]; then $(PYTEST) -m "not soak" $(ARGS); else \
+	  status=0; \
+	  $(PYTEST) -m "unit and not soak" -n 2 --dist loadfile || status=$$?; \
+	  $(PYTEST) -m "not unit and not soak" || status=$$?; \
+	  exit $$status; \
+	fi
+endef
+
 test: .venv/ready ## all tests but soak; the pairwise cover of the vLLM matrix
-	OMP_NUM_THREADS=1 PCP_TEST_FULL=0 $(LIMIT) 2400 $(RUN) -m pytest -m "not soak" $(ARGS)
+	@export PCP_TEST_FULL=0; $(run_tests)
 
 test-full: .venv/ready ## the same with the whole vLLM matrix
-	OMP_NUM_THREADS=1 PCP_TEST_FULL=1 $(LIMIT) 5000 $(RUN) -m pytest -m "not soak" $(ARGS)
+	@export PCP_TEST_FULL=1; $(run_tests)
 
-soak: .venv/ready ## the tests that run for minutes
-	OMP_NUM_THREADS=1 $(LIMIT) 3600 $(RUN) -m pytest -m soak $(ARGS)
+soak: .venv/ready ## the tests that run for minutes, two at a time; writes build/soak.json
+	rm -rf build/soak
+	OMP_NUM_THREADS=1 $(LIMIT) 5400 $(RUN) -m pytest -m soak -n 2 --dist load $(ARGS)
 
 lint: .venv/ready ## ruff and mypy
 	.venv/bin/ruff check .

@@ -60,6 +60,10 @@ class CollectiveLog:
 
     entries: list[Collective] = field(default_factory=list)
 
+    def add(self, entry: Collective) -> None:
+        """Take note of one collective. A log that runs for ever overrides this and keeps totals."""
+        self.entries.append(entry)
+
     @property
     def calls(self) -> int:
         """Number of collectives recorded."""
@@ -105,9 +109,10 @@ def bound_axis(name: str, group: Group) -> Iterator[None]:
 
 
 @contextmanager
-def record_collectives() -> Iterator[CollectiveLog]:
-    """Record every collective this process issues inside the block. Costs nothing outside of one."""
-    log = CollectiveLog()
+def record_collectives(log: CollectiveLog | None = None) -> Iterator[CollectiveLog]:
+    """Record every collective this process issues inside the block, in ``log`` or a fresh one. Costs nothing outside
+    of one."""
+    log = CollectiveLog() if log is None else log
     _logs.append(log)
     try:
         yield log
@@ -143,7 +148,7 @@ def _all_gather_rows(x: torch.Tensor, pcp: int, axis: str) -> torch.Tensor:
         )
     assert x.is_contiguous(), f"{ALL_GATHER_ROWS} needs a contiguous operand, found strides {x.stride()}"
     for log in _logs:
-        log.entries.append(Collective(ALL_GATHER_ROWS, axis, tuple(x.shape), x.dtype))
+        log.add(Collective(ALL_GATHER_ROWS, axis, tuple(x.shape), x.dtype))
     if not isinstance(group, dist.ProcessGroup):
         return _call(group, x, pcp, axis)
     if group.size() != pcp:

@@ -20,12 +20,18 @@ Mode = Literal["off", "check", "rewrite"]
 Layout = Literal["zigzag", "contiguous"]
 Decode = Literal["replicate", "owner"]
 Verify = Literal["off", "final", "every"]
+Drafter = Literal["auto", "shard", "replicate"]
+ShareTopk = Literal["off", "owner"]
+VerifyTokens = Literal["identical", "broadcast"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("off", "check", "rewrite"),
     "layout": ("zigzag", "contiguous"),
     "decode": ("replicate", "owner"),
     "verify": ("off", "final", "every"),
+    "drafter": ("auto", "shard", "replicate"),
+    "share_topk": ("off", "owner"),
+    "verify_tokens": ("identical", "broadcast"),
 }
 
 #: Below 4 s a loaded machine looks frozen; above 60 s nobody is told in time.
@@ -58,6 +64,13 @@ class PcpOptions:
         decode: ``replicate`` runs decodes on every rank (a pure decode step has no collective);
             ``owner`` gives each decode to one rank.
         gather: see :class:`GatherOptions`.
+        drafter: whether the first pass of a next-token drafter is sharded as its target is (``shard``, and ``auto``
+            where the drafter can be), or runs on every rank (``replicate``). A block drafter is always replicated.
+        share_topk: with ``owner``, draft steps after the first use again the key selection that the owner of a
+            request's last token made (sparse attention).
+        verify_tokens: ``identical`` relies on all ranks sampling the same tokens from the same restored rows;
+            ``broadcast`` takes PCP rank 0's.
+        acceptance_floor: share of drafts accepted, 0 to 1, under which a warning is logged; ``None``: never.
         verify: run the graph invariants after the last pass (``final``), after each (``every``), or never.
         poison: fill the rows of restored states that are not sampled with NaN, so that a stray read shows.
         dump: folder for numbered graph dumps; ``None`` writes nothing.
@@ -71,6 +84,10 @@ class PcpOptions:
     layout: Layout = "zigzag"
     decode: Decode = "replicate"
     gather: GatherOptions = field(default_factory=GatherOptions)
+    drafter: Drafter = "auto"
+    share_topk: ShareTopk = "off"
+    verify_tokens: VerifyTokens = "identical"
+    acceptance_floor: float | None = None
     verify: Verify = "final"
     poison: bool = False
     dump: str | None = None
@@ -108,6 +125,8 @@ def _checked(key: str, value: Any) -> Any:
         return value
     if key == "gather":
         return _gather(value)
+    if key == "acceptance_floor":
+        return _share(key, value)
     if key == "poison":
         return _typed(key, value, bool, "true or false")
     if key == "dump":
@@ -122,6 +141,14 @@ def _checked(key: str, value: Any) -> Any:
 def _seconds(key: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ConfigError(f"pcp_passes.{key} must be a number of seconds from {low:g} to {high:g}, found {value!r}.")
+    return float(value)
+
+
+def _share(key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"pcp_passes.{key} must be a share from 0 to 1, or null, found {value!r}.")
     return float(value)
 
 

@@ -24,6 +24,7 @@ from pcp_passes.collectives import ALL_GATHER_ROWS, Collective, CollectiveLog, i
 from pcp_passes.errors import ConfigError, RankMismatch
 from pcp_passes.ir import meta
 from pcp_passes.ir.markers import RESHARD, RESHARD_MANY, is_marker, is_packed
+from pcp_passes.segments import Segments, nested_module, segments_of
 
 RankContext = Callable[[int], AbstractContextManager[Any]]
 Graphs = fx.GraphModule | Sequence[fx.GraphModule]
@@ -85,6 +86,28 @@ def simulate(
         raise ConfigError(f"found {len(graphs)} graphs and inputs for {count} ranks; required one of each per rank")
     enter = rank_context or (lambda rank: nullcontext())
     ranks = [_run(graphs[rank], per_rank_inputs[rank], rank, enter) for rank in range(count)]
+    return _drive(ranks, logs)
+
+
+def simulate_segments(
+    gm: fx.GraphModule, per_rank_inputs: Sequence[Sequence[Any]], *, logs: list[CollectiveLog] | None = None
+) -> list[Any]:
+    """:func:`simulate` for a graph that calls bodies with collectives of their own, such as a step program.
+
+    Ranks meet inside the bodies too. What lies between two meetings runs as generated code, several times as fast as
+    node by node; so errors name a line of that code, and a pass must not change the graph afterwards. A called module
+    takes part when it has ``nested(operands)``, which gives its segments, their inputs, and what to enter around each.
+
+    Raises:
+        RankMismatch, ConfigError: as :func:`simulate`.
+    """
+    parts = segments_of(gm)
+    return _drive([_run_segments(parts, inputs, nullcontext) for inputs in per_rank_inputs], logs)
+
+
+def _drive(ranks: Sequence[_Rank], logs: list[CollectiveLog] | None) -> list[Any]:
+    """Run all ranks from meeting to meeting; their outputs."""
+    count = len(ranks)
     if logs is not None:
         logs[:] = [CollectiveLog() for _ in ranks]
     outputs: list[Any] = [None] * count
@@ -117,10 +140,12 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Any], rank: int, enter: RankContex
             except StopIteration:
                 raise ConfigError(f"rank {rank} has {len(inputs)} inputs; required one for %{node.name} too") from None
         elif is_marker(node) or is_collective(node):
-            gathered = yield _offer(node, interpreter)
+            gathered = yield _offer(node, _operands(node, interpreter))
             env[node] = list(gathered) if is_packed(node) else gathered[0]
         elif node.op == "output":
             return fx.node.map_arg(node.args[0], env.__getitem__)
+        elif (module := nested_module(gm, node)) is not None:
+            env[node] = module.unpacked((yield from _run_segments(*module.nested(_operands(node, interpreter)))))
         else:
             with enter(rank):
                 env[node] = interpreter.run_node(node)
@@ -129,8 +154,36 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Any], rank: int, enter: RankContex
     raise AssertionError("a graph without an output node")
 
 
-def _offer(node: fx.Node, interpreter: fx.Interpreter) -> _Offer:
-    args, _ = interpreter.fetch_args_kwargs_from_env(node)
+def _operands(node: fx.Node, interpreter: fx.Interpreter) -> Sequence[Any]:
+    return interpreter.fetch_args_kwargs_from_env(node)[0]
+
+
+def _run_segments(parts: Segments, inputs: Sequence[Any], enter: Callable[[], AbstractContextManager[Any]]) -> _Rank:
+    """One rank, segment by segment; yields at each collective, also of the bodies it calls."""
+    if len(inputs) != len(parts.inputs):
+        raise ConfigError(f"found {len(inputs)} inputs; required {', '.join(str(n.target) for n in parts.inputs)}")
+    env: dict[fx.Node, Any] = dict(zip(parts.inputs, inputs, strict=True))
+    for part in parts.parts:
+        if part.run is not None:
+            with enter():
+                found = part.run(*(env[node] for node in part.reads))
+            env.update(zip(part.writes, found, strict=True))
+        node = part.stop
+        if node is None:
+            return fx.node.map_arg(parts.output, env.__getitem__)
+        args: Any = fx.node.map_arg(node.args, env.__getitem__)
+        if node.op == "call_module":
+            module = nested_module(parts.gm, node)
+            env[node] = module.unpacked((yield from _run_segments(*module.nested(args))))
+        else:
+            gathered = yield _offer(node, args)
+            env[node] = list(gathered) if is_packed(node) else gathered[0]
+        for dead in part.dead:
+            env.pop(dead, None)
+    raise AssertionError("a graph without an output node")
+
+
+def _offer(node: fx.Node, args: Sequence[Any]) -> _Offer:
     pcp, axis = args[-2:]
     packed = is_packed(node)
     op = ALL_GATHER_ROWS if is_collective(node) else RESHARD_MANY if packed else RESHARD

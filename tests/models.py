@@ -77,12 +77,18 @@ _MLA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One architecture: transformers' ``model_type`` and the configuration's fields."""
+    """One architecture: transformers' ``model_type`` and the configuration's fields.
+
+    ``habit`` is how strongly the head prefers one successor of each token, which makes text that a draft module can
+    predict about as often as a trained one does. ``mtp`` adds that module; see :func:`mtp_tensors`.
+    """
 
     model_type: str
     fields: dict[str, Any]
     gain: float = 1.6
     query_key_gain: float = 2.4
+    habit: float = 0.0
+    mtp: float | None = None
 
 
 MODELS: dict[str, TinyModel] = {
@@ -113,6 +119,34 @@ MODELS: dict[str, TinyModel] = {
     ),
     # Multi-head latent attention: the cache row is the latent and the rotary key. No expert layer.
     "tiny_mla": TinyModel("deepseek_v3", {**_MLA, "num_hidden_layers": 2, "first_k_dense_replace": 2}),
+    # Latent attention and a draft module.
+    "tiny_mla_mtp": TinyModel(
+        "deepseek_v3",
+        {**_MLA, "num_hidden_layers": 2, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1},
+        gain=1.25,
+        habit=24.0,
+        mtp=0.5,
+    ),
+    # Grouped queries, mixture of experts, and a draft module: chunked prefill and prefix caching with drafts.
+    "tiny_glm_mtp": TinyModel(
+        "glm4_moe",
+        {
+            **_GQA,
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "num_nextn_predict_layers": 1,
+        },
+        gain=1.15,
+        habit=24.0,
+        mtp=0.3,
+    ),
     "tiny_mla_moe": TinyModel("deepseek_v3", {**_MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1}),
 }
 
@@ -132,8 +166,47 @@ def build(name: str, *, seed: int = 0, cache_dir: Path | None = None) -> Path:
     def write(scratch: Path) -> None:
         make_model(name, seed=seed).save_pretrained(scratch)
         make_tokenizer().save_pretrained(scratch)
+        if MODELS[name].mtp is not None:
+            add_mtp(scratch, MODELS[name], seed)
 
     return write_once(root / f"{name}-seed{seed}-{content_key(name, seed)}", write)
+
+
+def add_mtp(folder: Path, tiny: TinyModel, seed: int) -> None:
+    """Append the draft module to a saved checkpoint, under the names that the published ones use: layer ``n``, after
+    the ``n`` layers of the target."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | mtp_tensors(tensors, tiny, seed), path, metadata={"format": "pt"})
+
+
+def mtp_tensors(target: dict[str, torch.Tensor], tiny: TinyModel, seed: int) -> dict[str, torch.Tensor]:
+    """A draft module made from the target's own weights.
+
+    Its decoder layer is the target's last one, its head and norms the target's; ``eh_proj`` passes the embedding of the
+    next token and ``tiny.mtp`` of a random rotation of the hidden state. So it knows each token's favoured successor
+    and not what the context makes of it: it is right about every second time, and a wrong id, hidden state or cache
+    row shows in what it proposes.
+    """
+    layers = tiny.fields["num_hidden_layers"]
+    last, ours = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    module = {ours + name.removeprefix(last): t.clone() for name, t in target.items() if name.startswith(last)}
+    hidden = tiny.fields["hidden_size"]
+    ones = torch.ones(hidden)
+    generator = torch.Generator().manual_seed(seed + 1)
+    rotation = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator)).Q
+    assert tiny.mtp is not None
+    module |= {
+        ours + "enorm.weight": ones,
+        ours + "hnorm.weight": ones.clone(),
+        ours + "eh_proj.weight": torch.cat([torch.eye(hidden), tiny.mtp * rotation], dim=1),
+        ours + "shared_head.norm.weight": target["model.norm.weight"].clone(),
+        ours + "shared_head.head.weight": target["lm_head.weight"].clone(),
+        ours + "embed_tokens.weight": target["model.embed_tokens.weight"].clone(),
+    }
+    return module
 
 
 def content_key(name: str, seed: int) -> str:
@@ -162,14 +235,21 @@ def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def initialise(model: torch.nn.Module, tiny: TinyModel, seed: int) -> None:
+def initialise(model: PreTrainedModel, tiny: TinyModel, seed: int) -> None:
     """Draw every saved tensor, each from its own generator, so that adding one does not move the others."""
     # Not parameters(): DeepSeek's router has its correction bias in a buffer.
     for name, parameter in model.state_dict().items():
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        if tiny.mtp is not None and name.endswith("embed_tokens.weight"):
+            # Of length sqrt(hidden) each, so that the draft module's own norm of them changes nothing.
+            noise /= noise.square().mean(dim=1, keepdim=True).sqrt()
         parameter.copy_(_scale(name, parameter, tiny)(noise))
+    if tiny.habit:
+        successor = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        head[successor] += tiny.habit * embedding / embedding.shape[1]
 
 
 def _scale(name: str, parameter: torch.Tensor, tiny: TinyModel) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,12 +7,13 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from pcp_passes.errors import PcpError, Refusal
+from pcp_passes.errors import ConfigError, PcpError, Refusal
+from pcp_passes.options import unknown_choice
 
 app = typer.Typer(help="Prefill context parallelism by graph passes.", no_args_is_help=True, add_completion=False)
 console = Console()
@@ -84,17 +85,28 @@ def inspect(
     full: Annotated[bool, typer.Option(help="Capture every layer, not one of each kind.")] = False,
     vllm: Annotated[bool, typer.Option("--vllm", help="Capture in vLLM; only --layers and --pcp apply.")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="With --vllm: capture only this many layers.")] = None,
+    drafter: Annotated[str, typer.Option(help="none, or mtp: the step program of target and drafter.")] = "none",
+    steps: Annotated[int, typer.Option(min=1, help="With --drafter: drafts per step.")] = 3,
     graph: Annotated[bool, typer.Option(help="Print the rewritten graph too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what sharding MODEL means: work, collectives, memory, fallbacks. Needs its config.json, no weights.
 
+    With --drafter, show what a step moves between ranks, and between target and drafter.
+
     Exits with 1 when the model is refused.
     """
     from pcp_passes.cli.inspect import inspect_configuration, inspect_in_vllm, render_model, render_vllm
+    from pcp_passes.cli.inspect_step import inspect_step, render_step
 
     try:
-        if vllm:
+        if drafter != "none":
+            found, text = inspect_step(
+                model, drafter=drafter, steps=steps, pcp=pcp, tokens=tokens, layout=layout, dtype=dtype, full=full,
+                vllm=vllm,
+            )  # fmt: skip
+            data, shown = {**found.to_json(), "graph": text}, render_step(found)
+        elif vllm:
             data = inspect_in_vllm(model, pcp=pcp, layers=layers)
             shown, text = render_vllm(data), data["graph"]
         else:
@@ -122,12 +134,22 @@ def generate(
     mode: Annotated[int, typer.Option(min=2, max=3, help="2: whole graph. 3: vLLM's piecewise split.")] = 2,
     backend: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
     decode: Decode = "replicate",
+    engine: Annotated[str, typer.Option(help="vllm, or embedded: the reference engine, ranks simulated.")] = "vllm",
+    drafter: Annotated[str, typer.Option(help="With the embedded engine: none, or mtp.")] = "none",
+    steps: Annotated[int, typer.Option(min=1, help="With --drafter: drafts per step.")] = 3,
+    dtype: Annotated[str, typer.Option(help="With the embedded engine: fp64 (judges equality) or fp32.")] = "fp64",
     as_json: Json = False,
 ) -> None:
-    """Generate with PCP=1 and PCP=P in vLLM, side by side. Exits with 1 when the tokens differ."""
+    """Generate with PCP=1 and PCP=P side by side. Exits with 1 when tokens (or accepted drafts) differ."""
+    text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
+    if engine == "embedded":
+        _generate_embedded(model, text, pcp, max_tokens, decode, drafter, steps, dtype, as_json)
+    if engine != "vllm":
+        raise ConfigError(unknown_choice("engine", engine, ("vllm", "embedded")))
+    if drafter != "none":
+        raise ConfigError(f"--drafter {drafter} is for --engine embedded; in vLLM, set its speculative_config.")
     from pcp_passes.cli.generate import compare, render_comparison
 
-    text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
     with console.status("starting") as status:
         result = compare(
             model,
@@ -143,6 +165,23 @@ def generate(
         _emit(result.to_json())
     else:
         console.print(render_comparison(result))
+    raise typer.Exit(0 if result.tokens_equal else 1)
+
+
+def _generate_embedded(
+    model: str, text: str, pcp: int, max_tokens: int, decode: str, drafter: str, steps: int, dtype: str, as_json: bool
+) -> NoReturn:
+    from pcp_passes.cli.generate_embedded import compare_embedded, render_embedded
+
+    with Console(stderr=True).status("starting") as status:
+        result = compare_embedded(
+            model, text, pcp=pcp, drafter=drafter, steps=steps, max_tokens=max_tokens, decode=decode, dtype=dtype,
+            progress=status.update,
+        )  # fmt: skip
+    if as_json:
+        _emit(result.to_json())
+    else:
+        console.print(render_embedded(result), soft_wrap=True)
     raise typer.Exit(0 if result.tokens_equal else 1)
 
 

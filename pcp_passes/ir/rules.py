@@ -29,6 +29,8 @@ class CacheWrite:
 
     rows: tuple[int, ...]
     """Argument positions that are token rows; each must be rank-major."""
+    layout: str | None = None
+    """Argument that states the layout of the rows as text, where there is one; whoever gathers the rows sets it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class RowLocal:
 Rule = CacheWrite | LocalQuery | RowLocal
 
 _ATTENTION = LocalQuery(query=0, output=3, new_rows=(1, 2), cache_dep="kv_cache_dummy_dep")
+_PAGED = LocalQuery(query=0, output=None, cache_dep="dep")
 _EXPERTS = RowLocal("routes and transforms each token alone; the experts' own communication is inside the op")
 
 RULES: dict[str, Rule] = {
@@ -66,6 +69,11 @@ RULES: dict[str, Rule] = {
     "vllm::unified_mla_attention_with_output": _ATTENTION,
     "pcp::write_cache": CacheWrite(rows=(0, 1)),
     "pcp::paged_attend": LocalQuery(query=0, output=None),
+    "pcp::kv_write": CacheWrite(rows=(0, 1), layout="layout"),
+    "pcp::index_write": CacheWrite(rows=(0,), layout="layout"),
+    "pcp::kv_attend": _PAGED,
+    "pcp::mla_attend": _PAGED,
+    "pcp::index_topk": _PAGED,
     "vllm::moe_forward": _EXPERTS,
     "vllm::moe_forward_shared": _EXPERTS,
     "vllm::transformers_moe_forward": _EXPERTS,
@@ -90,6 +98,7 @@ ABSENT: dict[str, str] = {
     "vllm::qwen4_exp_ple_short_conv": _CONVOLUTION,
     "vllm::dflash2_grouped_conv": _CONVOLUTION,
     "vllm::qwen4_exp_amd_ple_ngram_ids": "builds n-grams of neighbouring tokens, some of them on another rank",
+    "pcp::index_keys": "stands for the index keys of all ranks: the pass lower-sparse-index has to replace it first",
     "vllm::sparse_attn_indexer": _SPARSE,
     "vllm::rocm_aiter_sparse_attn_indexer": _SPARSE,
     "vllm::qwen4_exp_qsa_with_output": _SPARSE,
@@ -199,6 +208,15 @@ def set_argument(node: fx.Node, position: int, new: fx.Node) -> None:
     name = _argument_name(node, position)
     assert name is not None and name in node.kwargs, f"%{node.name} has no argument {position}"
     node.update_kwarg(name, new)
+
+
+def set_named_argument(node: fx.Node, name: str, new: Any) -> None:
+    """Set the argument of that name where it was given, else by keyword."""
+    position = next(i for i, argument in enumerate(_schema_arguments(node)) if argument.name == name)
+    if position < len(node.args):
+        node.update_arg(position, new)
+    else:
+        node.update_kwarg(name, new)
 
 
 def named_argument(node: fx.Node, name: str) -> Any:

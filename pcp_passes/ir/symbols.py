@@ -53,6 +53,14 @@ class Symbols:
         self._symbols: dict[str, Any] = {}
         self._hints: dict[Any, Any] = {}
 
+    @classmethod
+    def within(cls, mode: FakeTensorMode, hints: Mapping[str, int]) -> Symbols:
+        """More symbols in the environment of ``mode``, whose own symbols have other names."""
+        made = cls(hints)
+        assert mode.shape_env is not None, "the fake mode has no symbols"
+        made.env, made.mode = mode.shape_env, mode
+        return made
+
     def value(self, size: Size) -> Any:
         """The int, ``SymInt``, ``SymFloat`` or ``SymBool`` that an expression stands for.
 

@@ -124,10 +124,12 @@ def _registered(namespace: str, name: str, overload: str) -> Callable[..., Any]:
 def _register_own_ops() -> None:
     """Ops of this package are there whatever the caller has imported."""
     import pcp_passes.attention
-    import pcp_passes.cache_ops
     import pcp_passes.collectives
     import pcp_passes.ir.markers
-    import pcp_passes.ir.token_markers  # noqa: F401
+    import pcp_passes.ir.token_markers
+    import pcp_passes.paged.experts
+    import pcp_passes.paged.explicit
+    import pcp_passes.paged.ops  # noqa: F401
 
 
 def _higher_order(name: str) -> Callable[..., Any]:

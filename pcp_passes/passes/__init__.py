@@ -22,13 +22,15 @@ from pcp_passes.passes.base import VARIANTS, Note, Pass, PassContext, PassResult
 from pcp_passes.passes.coalesce_reshards import CoalesceReshards
 from pcp_passes.passes.gather_cache_writes import GatherCacheWrites
 from pcp_passes.passes.lower_reshards import LowerReshards
+from pcp_passes.passes.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.mask_padding import MaskPadding
 from pcp_passes.passes.pipeline import Event, Observer, Pipeline, PipelineReport
 from pcp_passes.passes.place_rows import PlaceRows
+from pcp_passes.passes.step import STEP
 from pcp_passes.passes.tokens import TokenOptions, token_pipeline
 
 __all__ = [
-    "PASSES", "REPLICATED", "SHARDED", "SHARDED_UNPACKED", "TOKENS", "VARIANTS", "CoalesceReshards", "Event",
+    "PASSES", "REPLICATED", "SHARDED", "SHARDED_UNPACKED", "STEP", "TOKENS", "VARIANTS", "CoalesceReshards", "Event",
     "GatherCacheWrites", "LowerReshards", "MaskPadding",
     "Note", "Observer", "Pass", "PassContext", "PassResult", "Pipeline", "PipelineReport", "PlaceRows",
     "Variant", "body_pipeline", "build_variants", "copy_graph_module",
@@ -57,7 +59,7 @@ REPLICATED: tuple[Pass, ...] = (
 TOKENS: tuple[Pass, ...] = token_pipeline(TokenOptions()).passes
 """The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens`)."""
 
-PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS)
+PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), *STEP)
 """Every pass, in the order the reference documents them."""
 
 _BODY = frozenset({PLACED, ORDER_KNOWN, PADDING_DEFINED, LOWERED})

@@ -16,9 +16,11 @@ from typing import Any
 
 from pcp_passes import passes
 from pcp_passes.ir import invariants, rules
+from pcp_passes.passes import step as step_passes
 from pcp_passes.passes.base import Pass
+from pcp_passes.step.checks import ON_STEPS
 
-_PIPELINE = re.compile(r"^(?:SHARDED|SHARDED_UNPACKED|REPLICATED): .*?^\)", re.MULTILINE | re.DOTALL)
+_PIPELINE = re.compile(r"^(?:SHARDED|SHARDED_UNPACKED|REPLICATED|STEP): .*?^\)", re.MULTILINE | re.DOTALL)
 
 
 def document() -> str:
@@ -37,7 +39,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Pipelines"
     yield ""
-    for literal in _PIPELINE.findall(inspect.getsource(passes)):
+    for literal in _PIPELINE.findall(inspect.getsource(passes) + inspect.getsource(step_passes)):
         yield "```text"
         yield re.sub(r"\s*# fmt: skip$", "", literal)
         yield "```"
@@ -48,7 +50,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "| invariant | says | checked |"
     yield "|---|---|---|"
-    for name, check in invariants.INVARIANTS.items():
+    for name, check in sorted(invariants.INVARIANTS.items()):  # modules add theirs in whatever order they are imported
         yield f"| `{name}` | {_code(_summary(check))} | {_when(name)} |"
     yield ""
     yield "## Rules"
@@ -104,6 +106,8 @@ def _code(text: str) -> str:
 def _when(name: str) -> str:
     if name in invariants.ALWAYS:
         return "always"
+    if name in ON_STEPS:
+        return "always, of a step program"
     makers = [step.name for step in passes.PASSES if name in step.establishes]
     return f"after {', '.join(makers)}" + (", and of a capture" if name in invariants.OF_A_CAPTURE else "")
 

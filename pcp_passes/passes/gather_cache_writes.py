@@ -21,7 +21,9 @@ class GatherCacheWrites:
 
     Why: each rank attends over the whole prefix, so each rank's cache needs the new rows of all ranks. The slot mapping
     of the step lists the rows of all ranks, rank after rank (slot -1 for padded rows), which is the order a gather
-    gives. The attention op keeps its rank-local rows: it reads the cache.
+    gives. The attention op keeps its rank-local rows: it reads the cache. A write that states the layout of its rows,
+    as those of this package do, is told that they are ``'rank_major'`` now, so that slots made for another layout are
+    an error at run time.
 
     Before::
 
@@ -51,6 +53,7 @@ def gather_cache_writes(graph: fx.Graph, ctx: PassContext) -> PassResult:
         rule = rules.rule_of(write)
         if not isinstance(rule, rules.CacheWrite):
             continue
+        gathered = 0
         for position in rule.rows:
             rows = rules.argument(write, position)
             if meta.placement(rows) != Shard(0):
@@ -61,7 +64,10 @@ def gather_cache_writes(graph: fx.Graph, ctx: PassContext) -> PassResult:
                 marker = graph.create_node("call_function", reshard_op, args, name="reshard")
             meta.adopt(marker, write, GatherCacheWrites.name, RankMajor(), meta.info(write).layer)
             rules.set_argument(write, position, marker)
-            count += 1
+            gathered += 1
+        if gathered and rule.layout is not None:
+            rules.set_named_argument(write, rule.layout, RANK_MAJOR)
+        count += gathered
     if not count:
         notes.append("no cache write in the graph has rank-local rows: nothing to gather")
     return PassResult(count, tuple(notes))

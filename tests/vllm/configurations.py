@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 OURS = "pcp_passes.frontends.vllm.backend."
-MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla"}
+MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla", "mtp": "tiny_mla_mtp"}
 #: Configurations without weights: vLLM's class for the first has no import that the text-only environment lacks.
 FOREIGN = {
     "audio": ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
     "encoder-decoder": ("t5", "T5ForConditionalGeneration"),
+    "two modules": ("deepseek_v3", "DeepseekV3ForCausalLM"),
 }
 
 
@@ -31,6 +32,10 @@ class Case:
 
 def compilation(**values: Any) -> dict[str, Any]:
     return {"compilation_config": {"mode": 2, **values}}
+
+
+def mtp(count: int, **values: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count, **values}}
 
 
 _MODE_3 = {"PCP_PASSES_CPU_MODE_3": "1"}
@@ -59,13 +64,25 @@ CASES: dict[str, Case] = {
     # Features.
     "lora": Case(("LoRA", "drop enable_lora"), {"enable_lora": True}),
     "pooling": Case(("'pooling' runner", "runner='generate'"), {"runner": "pooling"}),
-    "speculation": Case(
-        ("(ngram)", "drop speculative_config"),
+    "n-gram drafts": Case(
+        ("method 'ngram'", "use 'mtp' or 'dspark'", "drop speculative_config"),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     ),
-    "kv transfer": Case(
-        ("(ExampleConnector)", "drop kv_transfer_config"),
+    "several draft modules": Case(
+        ("num_nextn_predict_layers=2", "num_speculative_tokens=2", "use 2 of them", "num_speculative_tokens to 1"),
+        mtp(2),
+        model="two modules",
+    ),
+    "fast prefill": Case(("kv_sharing_fast_prefill=True", "drop it"), {"kv_sharing_fast_prefill": True}),
+    "uneven nodes": Case(("nnodes=3", "2 workers (TP=1 x PP=1 x PCP=2)", "evenly"), {"nnodes": 3}),
+    "shared selection": Case(("share_topk='owner'", "to 'off'"), mtp(2), {"share_topk": "owner"}, model="mtp"),
+    "kv consumer": Case(
+        ("kv_role='kv_both'", "to 'kv_producer'"),
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+    ),
+    "kv connector": Case(
+        ("SimpleCPUOffloadConnector", "use ExampleConnector"),
+        {"kv_transfer_config": {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_producer"}},
     ),
     "prompt embeddings": Case(("drop enable_prompt_embeds",), {"enable_prompt_embeds": True}),
     "routed experts": Case(("drop enable_return_routed_experts",), {"enable_return_routed_experts": True}),
@@ -96,7 +113,11 @@ CASES: dict[str, Case] = {
     "no triton": Case(("Triton found no device", "cpu_runner.enable()"), env={"VLLM_USE_V2_MODEL_RUNNER": None}),
     # Accepted.
     "plain": Case(),
+    "kv producer": Case((), {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}}),
     "mla": Case(model="mla"),
+    "mtp": Case((), mtp(3), model="mtp"),
+    "mtp replicated": Case((), mtp(1), {"drafter": "replicate", "verify_tokens": "broadcast"}, model="mtp"),
+    "one of several draft modules": Case((), mtp(1), model="two modules"),
     "no mode asked for": Case((), {"compilation_config": {}}),
     "back end by name": Case((), compilation(backend="eager")),
     "mode 3": Case((), compilation(mode=3), env=_MODE_3),
@@ -111,6 +132,20 @@ ELSEWHERE = {
         {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="PIECEWISE"))},
         {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"))},
         ("cudagraph_mode=PIECEWISE", "set it to NONE"),
+    ),
+    "draft_cache": (
+        {
+            "speculative_config": SimpleNamespace(
+                use_gemma4_mtp=lambda: True, draft_model_config=SimpleNamespace(architectures=["Gemma4MTP"])
+            )
+        },
+        {"speculative_config": None},
+        ("(Gemma4MTP)", "its target's cache", "drop speculative_config"),
+    ),
+    "draft_counts": (
+        {"speculative_config": SimpleNamespace(enable_adaptive_verification=True)},
+        {"speculative_config": SimpleNamespace(enable_adaptive_verification=False)},
+        ("enable_adaptive_verification=true", "drop it"),
     ),
     "_prompt_window": (
         {"model_config": SimpleNamespace(rswa_window=128)},

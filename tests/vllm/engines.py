@@ -19,11 +19,16 @@ from tests.vllm.cases import CASES, ragged, served
 FULL = os.environ.get("PCP_TEST_FULL") == "1"
 _started: list[str] = []
 _results: dict[str, Result | EngineFailed] = {}
+_failures: dict[str, EngineFailed] = {}
+#: Functions that measure steps from inside a worker.
+PROBE = "pcp_passes.frontends.vllm.probe"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One point of the matrix. ``budget`` is the scheduler's token budget per step."""
+    """One point of the matrix. ``budget`` is the scheduler's token budget per step, ``drafts`` how many tokens the
+    checkpoint's own module proposes per step. With drafts, a first group starts the probe and one after the others
+    returns what it saw. ``doomed`` is a function run at last, after which the engine is expected to fail."""
 
     model: str
     pcp: int = 2
@@ -35,11 +40,24 @@ class Engine:
     cases: tuple[str, ...] = tuple(CASES)
     extra: tuple[Group, ...] = ()
     cache_root: str = ""
+    drafts: int = 0
+    doomed: str = ""
 
     def __str__(self) -> str:
         options = "stock" if self.options is None else ",".join(f"{k}={v}" for k, v in self.options.items())
         model = os.path.basename(self.model)
-        return f"{model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}-{options}"
+        drafts = f"-drafts{self.drafts}" if self.drafts else ""
+        return f"{model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}{drafts}-{options}"
+
+    def groups(self) -> dict[str, Group]:
+        """What the engine runs, by name and in order: ``probe``, the cases, ``probed``, then the extra groups."""
+        found = {"probe": Group(rpc=(f"{PROBE}:start",))} if self.drafts else {}
+        found |= {name: CASES[name]() for name in self.cases}
+        found |= {f"extra {i}": group for i, group in enumerate(self.extra)}
+        found |= {"probed": Group(rpc=(f"{PROBE}:stop",))} if self.drafts else {}
+        if self.doomed:
+            found["doomed"] = Group(ragged().requests, (self.doomed,))
+        return found
 
     def session(self) -> Session:
         """The session that starts this engine and runs its cases."""
@@ -54,9 +72,11 @@ class Engine:
         }
         if "mla" not in self.model:
             engine["block_size"] = 32
+        if self.drafts:
+            engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.drafts}
         return Session(
             model=str(build(self.model)) if not os.path.isdir(self.model) else self.model,
-            groups=(*(CASES[name]() for name in self.cases), *self.extra),
+            groups=tuple(self.groups().values()),
             pcp=self.pcp,
             options=self.options,
             mode=self.mode,
@@ -81,10 +101,23 @@ def result_of(engine: Engine) -> Result:
             _results[key] = run(engine.session(), timeout_s=420)
         except EngineFailed as failure:
             _results[key] = failure
+            if (
+                engine.doomed
+                and failure.finished is not None
+                and len(failure.finished.outputs) == len(engine.groups()) - 1
+            ):
+                _results[key] = failure.finished
+                _failures[key] = failure
     found = _results[key]
     if isinstance(found, EngineFailed):
         raise found
     return found
+
+
+def failure_of(engine: Engine) -> EngineFailed:
+    """How an engine that was doomed failed."""
+    result_of(engine)
+    return _failures[json.dumps(asdict(engine.session()), sort_keys=True)]
 
 
 def starts() -> list[str]:

@@ -160,7 +160,7 @@ def test_prompt_logprobs_cover_every_prompt_token() -> None:
 
 def test_cover() -> None:
     """Pairs that no engine here shows: four ranks in mode 3 (nothing in it depends on the rank count), chunked prefill
-    of MLA (vLLM switches it off on CPU), and two that the server of test_serve runs: mode 2 on two ranks, and eager
+    of MLA (test_mla_chunked has it), and two that the server of test_serve runs: mode 2 on two ranks, and eager
     chunks."""
     values = [
         {

@@ -262,7 +262,7 @@ def _outcome(create: Callable[..., Any], models: dict[str, str], case: Case, add
         **compilation(),
         **case.arguments,
     }
-    if case.model != "mla":
+    if case.model not in ("mla", "mtp", "two modules"):
         arguments["block_size"] = 32
     environment = dict(os.environ)
     try:
@@ -289,6 +289,8 @@ def _model(models: dict[str, str], name: str) -> str:
         kind, architecture = FOREIGN[name]
         model = AutoConfig.for_model(kind)
         model.architectures = [architecture]
+        if name == "two modules":
+            model.num_nextn_predict_layers = 2
         models[name] = f"{models['folder']}/{kind}"
         model.save_pretrained(models[name])
     return models[name]

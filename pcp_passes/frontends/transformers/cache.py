@@ -29,10 +29,10 @@ import torch
 from transformers import masking_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pcp_passes.cache_ops import paged_attend, write_cache
 from pcp_passes.errors import ConfigError, PcpError
 from pcp_passes.frontends.transformers.attention import STEP_ARGUMENT
 from pcp_passes.frontends.transformers.masks import MaskPattern
+from pcp_passes.paged.explicit import paged_attend, write_cache
 
 _KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from pcp_passes.dumps import claim_folder, dump_folder
 from pcp_passes.frontends.vllm import runtime as runtimes
-from pcp_passes.frontends.vllm.runtime import Runtime
+from pcp_passes.frontends.vllm.runtime import Role, Runtime
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.options import PcpOptions
 from pcp_passes.passes import Observer, PassContext, build_variants
@@ -29,19 +29,23 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class BodyEntry:
-    """The compiled model: calls the body that the current plan selected."""
+    """The compiled model: calls the body that the current plan selected for its role."""
 
-    def __init__(self, bodies: dict[str, Callable[..., Any]], runtime: Runtime) -> None:
+    def __init__(self, bodies: dict[str, Callable[..., Any]], runtime: Runtime, role: Role) -> None:
         self.bodies = bodies
         self.runtime = runtime
+        self.role = role
 
     def __call__(self, *args: Any) -> Any:
-        return self.bodies[self.runtime.variant](*args)
+        variant = self.runtime.variants[self.role]
+        if self.runtime.ran is not None:
+            self.runtime.ran.append((self.role, variant))
+        return self.bodies[variant](*args)
 
 
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """Mode-2 backend: rewrite, then Inductor."""
-    return _compile(gm, example_inputs, _compile_fx, "model")
+    return _compile(gm, example_inputs, _compile_fx, _name())
 
 
 def _compile_fx(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -56,7 +60,13 @@ def _compile_fx(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
 def eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """Mode-2 backend: rewrite, then run the graph as it is."""
-    return _compile(gm, example_inputs, lambda graph, inputs: graph.forward, "model")
+    return _compile(gm, example_inputs, lambda graph, inputs: graph.forward, _name())
+
+
+def _name() -> str:
+    """What reports and dumps call the graph that mode 2 captures: the target is ``model``."""
+    runtime = runtimes.current()
+    return "model" if runtime is None or runtime.role == "target" else runtime.role
 
 
 def around_vllm_backend(
@@ -82,7 +92,7 @@ def around_vllm_backend(
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, name: str) -> Callable[..., Any]:
     runtime = runtimes.current()
-    if runtime is None or (runtime.pcp == 1 and runtime.options.mode == "rewrite"):
+    if runtime is None or runtime.role == "alone" or (runtime.pcp == 1 and runtime.options.mode == "rewrite"):
         return compiler(gm, inputs)
     options = runtime.options
     # `check` on one rank verifies what two would run.
@@ -99,7 +109,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, name
     if options.mode == "check":
         logger.info("pcp_passes: %s can be sharded over %d ranks; running it unsharded", name, context.pcp)
         return compiler(gm, inputs)
-    return BodyEntry({variant: compiler(body, inputs) for variant, body in variants.items()}, runtime)
+    return BodyEntry({variant: compiler(body, inputs) for variant, body in variants.items()}, runtime, runtime.role)
 
 
 def _observers(options: PcpOptions, name: str, rank: int) -> list[Observer]:

@@ -13,6 +13,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from pcp_passes.errors import ConfigError
+from pcp_passes.frontends.vllm.config_drafts import (
+    draft_cache,
+    draft_counts,
+    draft_method,
+    draft_modules,
+    fast_prefill,
+)
 from pcp_passes.options import PcpOptions
 
 KEY = "pcp_passes"
@@ -76,6 +83,11 @@ def _refuse_arguments(args: Any, options: PcpOptions) -> None:
         if reason:
             raise ConfigError(reason)
     size = args.prefill_context_parallel_size
+    if options.share_topk != "off":
+        raise ConfigError(
+            f"pcp_passes.share_topk={options.share_topk!r} is for sparse attention, which is not supported in vLLM "
+            "yet; set it to 'off'."
+        )
     if options.ranks is not None and options.mode != "check":
         raise ConfigError(
             f"pcp_passes.ranks={options.ranks} is for pcp_passes.mode='check'; with {options.mode!r} the number of "
@@ -129,6 +141,19 @@ def _routed_experts(args: Any) -> str | None:
     return "returning routed experts is not supported with pcp_passes; drop enable_return_routed_experts."
 
 
+def _placement(args: Any) -> str | None:
+    """A rank is a worker, and every node takes the same number of them."""
+    nodes = args.nnodes
+    workers = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
+    if nodes == 1 or workers % nodes == 0:
+        return None
+    return (
+        f"nnodes={nodes} does not divide the {workers} workers (TP={args.tensor_parallel_size} x "
+        f"PP={args.pipeline_parallel_size} x PCP={args.prefill_context_parallel_size}), which are spread evenly; "
+        "change one of them."
+    )
+
+
 def _graphs_on_cpu(args: Any) -> str | None:
     from vllm.platforms import current_platform
 
@@ -144,6 +169,8 @@ _ARGUMENT_REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _one_worker,
     _ubatching,
     _routed_experts,
+    fast_prefill,
+    _placement,
     _graphs_on_cpu,
 )
 
@@ -260,12 +287,6 @@ def _pooling(config: Any) -> str | None:
     return f"the {config.model_config.runner_type!r} runner is not supported; use runner='generate'."
 
 
-def _speculative(config: Any) -> str | None:
-    if config.speculative_config is None:
-        return None
-    return f"speculative decoding ({config.speculative_config.method}) is not supported yet; drop speculative_config."
-
-
 def _pipeline_parallel(config: Any) -> str | None:
     size = config.parallel_config.pipeline_parallel_size
     return None if size == 1 else f"pipeline_parallel_size={size} is not supported yet; set it to 1."
@@ -287,9 +308,9 @@ def _sparse(config: Any) -> str | None:
 
 
 def _kv_transfer(config: Any) -> str | None:
-    if config.kv_transfer_config is None:
-        return None
-    return f"KV transfer ({config.kv_transfer_config.kv_connector}) is not supported yet; drop kv_transfer_config."
+    from pcp_passes.frontends.vllm import kv_transfer
+
+    return kv_transfer.refusal(config)
 
 
 def _cuda_graphs(config: Any) -> str | None:
@@ -337,7 +358,10 @@ _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _multimodal,
     _pooling,
     _lora,
-    _speculative,
+    draft_method,
+    draft_modules,
+    draft_cache,
+    draft_counts,
     _sparse,
     _pipeline_parallel,
     _data_parallel,

@@ -2,8 +2,8 @@
 """vLLM's batch manager with our planner behind it.
 
 vLLM's runner calls a ``PCPManager`` at four places of a step: to size the step, to partition the batch, to build
-attention inputs, and to restore hidden states before sampling. This subclass answers each from one
-:class:`~pcp_passes.layout.Layout`, and chooses the body that the step runs:
+attention inputs, and to restore hidden states before sampling; its drafter at two more (:mod:`.drafting`). This
+subclass answers each from one :class:`~pcp_passes.layout.Layout`, and chooses the body that the step runs:
 
 * a step with any sharded request: the ``sharded`` body, on ``M`` rank-local rows;
 * a step whose requests are all replicated (a pure decode step with ``decode="replicate"``): the ``replicated``
@@ -24,7 +24,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from pcp_passes.collectives import all_gather_rows
 from pcp_passes.errors import ConfigError
-from pcp_passes.frontends.vllm.runtime import AXIS, Runtime
+from pcp_passes.frontends.vllm.drafting import DraftHooks
+from pcp_passes.frontends.vllm.dspark import restore_together
+from pcp_passes.frontends.vllm.runtime import AXIS, Runtime, Variant
 from pcp_passes.layout import Batch, Layout, RankRows, build_layout, dispatch_tokens, sampled_rows
 from pcp_passes.plan import PAD_SLOT_ID, StepPlan
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 _INPUT_BATCH_FIELDS = {f.name for f in dataclasses.fields(InputBatch)}
 
 
-class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
+class PassesPCPManager(DraftHooks, upstream.PCPManager):  # type: ignore[misc]
     """A ``PCPManager`` for any model whose graph our pass rewrites."""
 
     runtime: ClassVar[Runtime]
@@ -126,11 +128,12 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         return self._local_batch
 
     def _select_body(self, layout: Layout) -> None:
-        self.runtime.variant = "replicated" if layout.is_replicated else "sharded"
+        variant: Variant = "replicated" if layout.is_replicated else "sharded"
+        self.runtime.variants["target"] = variant
         if not self.runtime.observers:
             return
         step = {
-            "variant": self.runtime.variant,
+            "variant": variant,
             "tokens": layout.num_tokens,
             "padded_rows": layout.padded_tokens,
             "rows_per_rank": layout.per_rank_tokens.tolist(),
@@ -197,17 +200,9 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Block-table rows of the local batch, and slots: rank-major when sharded, global when replicated."""
-        tables = self._block_tables
-        assert tables is not None and self._layout is not None
+        assert self._layout is not None
         if self._layout.is_replicated:
-            block_tables = tables.gather_block_tables(input_batch.idx_mapping, input_batch.num_reqs_after_padding)
-            slots = tables.compute_slot_mappings(
-                input_batch.idx_mapping,
-                input_batch.query_start_loc,
-                input_batch.positions,
-                num_tokens_padded=input_batch.num_tokens_after_padding,
-            )
-            return block_tables, slots
+            return self.global_attn_inputs(input_batch)
         inputs: tuple[tuple[torch.Tensor, ...], torch.Tensor] = super().prepare_attn(input_batch)
         return inputs
 
@@ -218,8 +213,8 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
 
     def _stage_dummy(self, num_tokens: int) -> None:
         """Forget the last real batch: a dummy step owns no slot and restores nothing."""
-        self.runtime.variant = "sharded"
-        self._global_batch = self._local_batch = None
+        self.runtime.variants["target"] = "sharded"
+        self._global_batch = self._local_batch = self.draft_prefill_batch = None
         self._layout = None
         self._plan.reset_for_dummy(num_tokens)
 
@@ -252,7 +247,7 @@ class PassesPCPManager(upstream.PCPManager):  # type: ignore[misc]
         batch = self._global_batch
         assert batch is not None, "restore follows a partitioned batch"
         if aux_hidden_states is not None:
-            aux_hidden_states = [self.restore_hidden_states(states) for states in aux_hidden_states]
+            aux_hidden_states = restore_together(self.restore_hidden_states, aux_hidden_states)
         layout = self._layout
         if layout is None or layout.is_replicated or self._needs_all_rows(batch):
             return self.restore_hidden_states(hidden_states), aux_hidden_states, batch

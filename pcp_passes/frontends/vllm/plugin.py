@@ -19,6 +19,7 @@ from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.vllm import config as vllm_options
 from pcp_passes.frontends.vllm.executor import around_init_executor
 from pcp_passes.frontends.vllm.imports import after_import
+from pcp_passes.frontends.vllm.mla_cpu import keep_chunked_prefill
 from pcp_passes.options import PcpOptions
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ def register() -> None:
 
     It imports nothing of vLLM: some processes that load plugins need none of these modules.
     """
+    after_import("vllm.platforms.cpu", keep_chunked_prefill)
+    after_import("vllm.v1.metrics.prometheus", _hook_registry)
     after_import("vllm.engine.arg_utils", _hook_engine_arguments)
     after_import("vllm.v1.worker.worker_base", _hook_workers)
     after_import("vllm.v1.executor.multiproc_executor", _hook_executor)
@@ -44,6 +47,13 @@ def register() -> None:
 
 def _hook_engine_arguments(module: ModuleType) -> None:
     _wrap(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+
+
+def _hook_registry(module: Any) -> None:
+    from pcp_passes.frontends.vllm import metrics
+
+    if not hasattr(module.get_prometheus_registry, "__wrapped__"):
+        module.get_prometheus_registry = metrics.around_registry(module.get_prometheus_registry)
 
 
 def _hook_executor(module: ModuleType) -> None:
@@ -72,7 +82,10 @@ def _around_create_engine_config(original: Callable[..., Any], args: Any, *rest:
     options = vllm_options.prepare(args)
     vllm_config = original(args, *rest, **kwargs)
     if options is not None:
+        from pcp_passes.frontends.vllm import metrics
+
         vllm_options.validate(vllm_config, options)
+        metrics.publish()
     return vllm_config
 
 
@@ -80,7 +93,12 @@ def _around_init_device(original: Callable[..., Any], worker: Any) -> Any:
     options = vllm_options.options_of(worker.vllm_config.additional_config)
     if options is not None:
         activate(options)
-    return original(worker)
+    result = original(worker)
+    if options is not None:
+        from pcp_passes.frontends.vllm import metrics
+
+        metrics.count_after_warm_up(worker.worker)
+    return result
 
 
 def _around_shutdown(original: Callable[..., Any], worker: Any) -> Any:
@@ -94,17 +112,29 @@ def activate(options: PcpOptions) -> None:
     """Install the worker-side hooks: backend, batch manager, attention back ends."""
     import vllm
     from vllm.compilation.backends import VllmBackend
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-    from pcp_passes.frontends.vllm import backend, versions
+    from pcp_passes.frontends.vllm import backend, drafting, dspark, kv_transfer, metrics, versions
 
     versions.require_signatures(vllm.__version__)
+    _wrap(TargetDependentARSpeculator, "_run_model", drafting.around_draft_forward)
+    _wrap(DFlashSpeculator, "_run_model", dspark.around_block_forward)
+    _wrap(GPUModelRunner, "sample_tokens", metrics.around_sample_tokens)
+    _wrap(AsyncOutput, "get_output", metrics.around_get_output)
+    _wrap(ActiveKVConnector, "pre_forward", kv_transfer.around_pre_forward)
     _wrap(VllmBackend, "__call__", backend.around_vllm_backend)
     _wrap(GPUModelRunner, "__init__", _around_runner_init)
     _wrap(GPUModelRunner, "load_model", _around_load_model)
     if options.mode != "rewrite":
         return
     _accept_paged_backends()
+    _wrap(GPUModelRunner, "sample", drafting.around_sample)
+    _wrap(TargetDependentARSpeculator, "propose", drafting.around_propose)
+    _wrap(DFlashSpeculator, "propose", drafting.around_block_propose)
     if not isinstance(vars(GPUModelRunner)["pcp_manager_cls"], _ManagerClass):
         GPUModelRunner.pcp_manager_cls = _ManagerClass(vars(GPUModelRunner)["pcp_manager_cls"])
 
@@ -148,10 +178,15 @@ def _around_runner_init(original: Callable[..., Any], runner: Any, vllm_config: 
 
 
 def _around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    from pcp_passes.frontends.vllm import runtime
+    from pcp_passes.frontends.vllm import drafting, runtime
 
-    result = original(runner, *args, **kwargs)
     current = runtime.current()
+    rewrites = current is not None and (current.pcp > 1 or current.options.mode == "check")
+    if rewrites:
+        drafting.compile_draft_class(runner.vllm_config)
+    result = original(runner, *args, **kwargs)
+    if rewrites:
+        drafting.require_compiled(runner)
     if current is not None:
         layers = runner.vllm_config.compilation_config.static_forward_context
         sharing = (name for name, layer in layers.items() if getattr(layer, "kv_sharing_target_layer_name", None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,8 +26,14 @@ class _Probe:
         self.log = self.stack.enter_context(record_collectives())
         self.cpu_seconds = 0.0
         self.steps: list[dict[str, Any]] = []
+        self.ran: list[tuple[runtimes.Role, runtimes.Variant]] = []
+        self.accepted: list[dict[str, int]] = []
+        self.drafts: list[dict[str, list[int]]] = []
         for name in ("execute_model", "sample_tokens"):
             self._time(runner, name)
+        self._watch(runner, "sample", self._sampled)
+        if runner.speculator is not None:
+            self._watch(runner.speculator, "propose", self._proposed)
 
     def _time(self, runner: Any, name: str) -> None:
         method = getattr(runner, name)
@@ -42,6 +49,24 @@ class _Probe:
         setattr(runner, name, timed)
         self.stack.callback(delattr, runner, name)
 
+    def _watch(self, owner: Any, name: str, look: Callable[..., None]) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            look(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, watched)
+        self.stack.callback(delattr, owner, name)
+
+    def _sampled(self, result: Any, hidden_states: Any, batch: Any, *_: Any) -> None:
+        self.accepted.append(dict(zip(batch.req_ids, result[1].tolist(), strict=True)))
+
+    def _proposed(self, result: Any, batch: Any, *_: Any, **__: Any) -> None:
+        self.drafts.append(dict(zip(batch.req_ids, result.tolist(), strict=True)))
+
 
 def start(worker: Any) -> None:
     """Begin to measure."""
@@ -51,6 +76,8 @@ def start(worker: Any) -> None:
     if current is not None:
         current.observers.append(probe.steps.append)
         probe.stack.callback(current.observers.remove, probe.steps.append)
+        current.ran = probe.ran
+        probe.stack.callback(setattr, current, "ran", None)
     setattr(worker.model_runner, _ATTRIBUTE, probe)
 
 
@@ -58,8 +85,9 @@ def stop(worker: Any) -> dict[str, Any] | None:
     """End measuring. ``None`` when it never began.
 
     Returns:
-        ``cpu_seconds``, ``steps`` (per step: variant, tokens per rank, padded rows, global tokens) and ``collectives``
-        (per call: op, shape, dtype, bytes contributed).
+        ``cpu_seconds``, ``steps`` (per step: variant, tokens per rank, padded rows, global tokens), ``collectives``
+        (per call: op, shape, dtype, bytes contributed), ``ran`` (per forward: role and variant), and per step and
+        request ``accepted`` (tokens sampled: one more than the drafts accepted, 0 while prefilling) and ``drafts``.
     """
     probe = getattr(worker.model_runner, _ATTRIBUTE, None)
     if probe is None:
@@ -69,7 +97,14 @@ def stop(worker: Any) -> dict[str, Any] | None:
     collectives = [
         {"op": c.op, "shape": list(c.shape), "dtype": str(c.dtype), "bytes": c.bytes} for c in probe.log.entries
     ]
-    return {"cpu_seconds": probe.cpu_seconds, "steps": probe.steps, "collectives": collectives}
+    return {
+        "cpu_seconds": probe.cpu_seconds,
+        "steps": probe.steps,
+        "collectives": collectives,
+        "ran": probe.ran,
+        "accepted": probe.accepted,
+        "drafts": probe.drafts,
+    }
 
 
 def report(worker: Any) -> dict[str, Any] | None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one vLLM worker knows about prefill context parallelism: options, rank, and the current body.
+"""What one vLLM worker knows about prefill context parallelism: options, rank, and the current bodies.
 
 The passes never see this. It is the only place where a rank meets the compiled bodies: the batch manager sets
-``variant`` before the model is entered, and the entry point of the compiled model reads it.
+``variants`` before a model is entered, and the entry point of the compiled model reads its own entry. Target and
+drafter have one each: a drafter runs its first pass on the target's rows and its later steps replicated, within one
+step of the target.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 AXIS = "pcp"
 Variant = Literal["sharded", "replicated"]
+#: Whose forward runs. ``alone`` is a drafter that is no part of the PCP program: its graph is left as it is.
+Role = Literal["target", "drafter", "alone"]
 
 
 @dataclass
@@ -38,9 +43,11 @@ class Runtime:
     Attributes:
         pcp: size of the PCP group.
         rank: this worker's rank in it.
-        variant: the body that the next forward enters. ``sharded`` until a plan says otherwise, so that
+        variants: per role, the body that its next forward enters. ``sharded`` until a plan says otherwise, so that
             profile and warm-up runs, which no manager prepares, issue the same collectives on every rank.
+        role: whose forward is running; a graph captured meanwhile belongs to it.
         observers: called with a plain description of each planned step.
+        ran: when a list, every body that ran is appended to it: role and variant.
         reports: what was rewritten, per captured model.
         inductor_config: vLLM's ``inductor_compile_config``, for the mode-2 backend.
         shared_cache_layers: attention layers that read another layer's cache, and so write none.
@@ -49,13 +56,24 @@ class Runtime:
     options: PcpOptions
     pcp: int
     rank: int
-    variant: Variant = "sharded"
+    variants: dict[Role, Variant] = field(default_factory=lambda: {"target": "sharded", "drafter": "sharded"})
+    role: Role = "target"
     store: Store | None = None
     heartbeat: Heartbeat | None = None
     observers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    ran: list[tuple[Role, Variant]] | None = None
     reports: dict[str, RewriteReport] = field(default_factory=dict)
     shared_cache_layers: frozenset[str] = frozenset()
     inductor_config: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def playing(self, role: Role) -> Iterator[None]:
+        """Around a forward of ``role``."""
+        before, self.role = self.role, role
+        try:
+            yield
+        finally:
+            self.role = before
 
     def agree(self, topic: str, facts: dict[str, str], texts: dict[str, str] | None = None) -> None:
         """Compare ``facts`` with the other ranks of the PCP group, through the store and with a timeout."""
@@ -107,6 +125,9 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
     _current = runtime
     if group.world_size == 1:
         return runtime
+    # On CPU, vLLM's expert layers are traced down to their collectives. As operations of vLLM's they end before they
+    # return; as PyTorch's functional ones, Inductor (2.13) lets the router read a gathered buffer before it is awaited.
+    group.use_custom_op_call = True
     bind_axis(AXIS, lambda rows: group.all_gather(rows, dim=0))
     _watch(runtime, group)
     return runtime

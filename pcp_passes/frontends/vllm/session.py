@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +30,13 @@ from pcp_passes.frontends.vllm import cpu_runner
 
 
 class EngineFailed(PcpError):
-    """The engine ended without its results. Carries the end of what it printed."""
+    """The engine ended without its results. Carries the end of what it printed; in ``finished`` the results of the
+    groups before the one in which it failed (``None``: it never started); in ``last_s`` how long that one took."""
+
+    def __init__(self, message: str, finished: Result | None = None, last_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.finished = finished
+        self.last_s = last_s
 
 
 @dataclass(frozen=True)
@@ -48,10 +55,12 @@ class Request:
 @dataclass(frozen=True)
 class Group:
     """Requests that run together. ``rpc`` names functions ``module:function`` run on every worker first, with the
-    worker as argument; what they return is in the result."""
+    worker as argument; ``front`` names some run in the engine's own process afterwards, without arguments. What they
+    return is in the result."""
 
     requests: tuple[Request, ...] = ()
     rpc: tuple[str, ...] = ()
+    front: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,12 +127,13 @@ class Output:
 @dataclass(frozen=True)
 class Result:
     """Outputs per group and request (``None``: aborted), and per group the values returned by its ``rpc`` calls,
-    one list entry per worker."""
+    one list entry per worker, and by its ``front`` calls."""
 
     outputs: list[list[Output | None]]
     rpc: list[list[list[Any]]]
     seconds: list[float]
     start_seconds: float
+    front: list[list[Any]] = field(default_factory=list)
 
 
 def run(session: Session, *, timeout_s: float = 300.0, progress: Callable[[str], None] | None = None) -> Result:
@@ -136,6 +146,7 @@ def run(session: Session, *, timeout_s: float = 300.0, progress: Callable[[str],
         EngineFailed: when the engine fails or outlasts ``timeout_s``; the message ends with its last output lines.
     """
     events: list[dict[str, Any]] = []
+    last = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pcp-session-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as sink:
@@ -157,17 +168,22 @@ def run(session: Session, *, timeout_s: float = 300.0, progress: Callable[[str],
             for line in child.stdout:
                 if line.startswith(b"{"):
                     events.append(json.loads(line))
+                    last = time.monotonic()
                     if progress is not None:
                         progress(events[-1]["event"])
-            code = child.wait()
+            code, last_s = child.wait(), time.monotonic() - last
             timed_out = not timer.is_alive()
         finally:
             timer.cancel()
             kill_group(child.pid)
         if not events or events[-1]["event"] != "done":
-            tail = log.read_text(errors="replace")[-6000:]
+            text = log.read_text(errors="replace")
+            # The reason for which a rank gave up may be far above what its end set off.
+            ours = [line for line in text.splitlines()[:-40] if "pcp_passes" in line or " is lost: " in line][-5:]
+            tail = "\n".join([*ours, text[-6000:]])
             why = f"outlasted {timeout_s:.0f} s" if timed_out else f"ended with exit status {code}"
-            raise EngineFailed(f"the vLLM engine {why}. The end of its log:\n{tail}")
+            finished = _result(events) if any(event["event"] == "started" for event in events) else None
+            raise EngineFailed(f"the vLLM engine {why}. The end of its log:\n{tail}", finished, last_s)
     return _result(events)
 
 
@@ -181,16 +197,21 @@ def _result(events: list[dict[str, Any]]) -> Result:
     groups = [event for event in events if event["event"] == "group"]
     outputs = [[Output(**o) if o is not None else None for o in group["outputs"]] for group in groups]
     start = next(event["seconds"] for event in events if event["event"] == "started")
-    return Result(outputs, [group["rpc"] for group in groups], [group["seconds"] for group in groups], start)
+    return Result(
+        outputs,
+        rpc=[group["rpc"] for group in groups],
+        seconds=[group["seconds"] for group in groups],
+        start_seconds=start,
+        front=[group["front"] for group in groups],
+    )
 
 
 def _main() -> None:
     """The child."""
-    import time
-
     raw = json.load(sys.stdin)
     raw["groups"] = tuple(
-        Group(tuple(Request(**r) for r in group["requests"]), tuple(group["rpc"])) for group in raw["groups"]
+        Group(tuple(Request(**r) for r in group["requests"]), tuple(group["rpc"]), tuple(group["front"]))
+        for group in raw["groups"]
     )
     session = Session(**raw)
     events = os.fdopen(os.dup(1), "w", buffering=1)
@@ -213,7 +234,9 @@ def _main() -> None:
         replies = [llm.collective_rpc(_resolve(name)) for name in group.rpc]
         began = time.perf_counter()
         outputs = list(_run_group(llm, index, group))
-        emit("group", outputs=outputs, rpc=replies, seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        front = [_resolve(name)() for name in group.front]
+        emit("group", outputs=outputs, rpc=replies, front=front, seconds=seconds)
     emit("done")
 
 

@@ -41,6 +41,7 @@ class Symbol:
 
 _MANAGER = "vllm.v1.worker.gpu.pcp_manager"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 
 SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", {"": ("self", "usage_context", "headless")}),
@@ -111,6 +112,76 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_MANAGER, "PCPManager._convert_to_gathered_slot_mappings", {"": ("self", "global_batch_slot_mappings")}),
     Symbol(_MANAGER, "PCPManager.restore_hidden_states", {"": ("self", "hidden_states")}),
     Symbol(_MANAGER, "PCPManager.restore_for_sampling", {"": ("self", "hidden_states", "aux_hidden_states")}),
+    Symbol(_MANAGER, "PCPManager.prepare_draft_prefill", {"": ("self", "input_batch", "input_ids")}),
+    Symbol(
+        _MANAGER,
+        "PCPManager.get_draft_input_buffers",
+        {"0.33": ("self", "input_buffers", "num_tokens"), "0.32": ("self", "input_buffers")},
+    ),
+    Symbol(_MANAGER, "PCPManager.restore_draft_prefill", {"": ("self", "last_hidden_states", "hidden_states")}),
+    Symbol(
+        _SPECULATOR,
+        "TargetDependentARSpeculator._run_model",
+        {
+            "": (
+                "self",
+                "num_tokens",
+                "attn_metadata",
+                "slot_mappings",
+                "num_tokens_across_dp",
+                "cudagraph_runtime_mode",
+                "mm_inputs",
+            )
+        },
+    ),
+    Symbol(
+        _SPECULATOR,
+        "TargetDependentARSpeculator.propose",
+        {
+            "": (
+                "self",
+                "input_batch",
+                "attn_metadata",
+                "slot_mappings",
+                "last_hidden_states",
+                "aux_hidden_states",
+                "num_sampled",
+                "num_rejected",
+                "last_sampled",
+                "next_prefill_tokens",
+                "temperature",
+                "seeds",
+                "dp_sync_state",
+                "dummy_run",
+                "skip_attn_for_dummy_run",
+                "mm_inputs",
+                "is_profile",
+                "num_speculative_tokens",
+            )
+        },
+    ),
+    Symbol(_RUNNER, "GPUModelRunner.sample_tokens", {"": ("self", "grammar_output")}),
+    Symbol("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output", {"": ("self",)}),
+    Symbol(
+        "vllm.v1.worker.gpu.kv_connector",
+        "ActiveKVConnector.pre_forward",
+        {"": ("self", "scheduler_output", "input_batch", "attn_metadata")},
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
+        "DFlashSpeculator._run_model",
+        {
+            "": (
+                "self",
+                "num_tokens",
+                "attn_metadata",
+                "slot_mappings",
+                "num_tokens_across_dp",
+                "cudagraph_runtime_mode",
+            )
+        },
+    ),
+    Symbol(_RUNNER, "GPUModelRunner.sample", {"": ("self", "hidden_states", "input_batch", "grammar_output")}),
     Symbol(_RUNNER, "GPUModelRunner.__init__", {"": ("self", "vllm_config", "device")}),
     Symbol(_RUNNER, "GPUModelRunner.load_model", {"": ("self", "load_dummy_weights", "args", "model", "kwargs")}),
     Symbol(

@@ -63,6 +63,40 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+_LATENT: dict[str, Any] = {
+    **MODELS["deepseek_v3"],
+    "v_head_dim": 16,
+    "n_shared_experts": 1,
+    "index_topk": 5,
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "num_nextn_predict_layers": 1,
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {
+        **_LATENT,
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "deepseek_v32": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+}
+"""Models with a sparse indexer; they select far fewer keys than the sequences of the tests have."""
+
+GROUPED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
+}
+"""Grouped heads and an MTP layer."""
+
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Matrices wide enough that dropping or adding one key changes the logits visibly."""
@@ -84,7 +118,7 @@ def build(model_type: str) -> Any:
     """The model, float32, with its own eager attention. Shared between tests: leave it as it is."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **MODELS[model_type]})
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **(MODELS | SPARSE | GROUPED)[model_type]})
     return randomise(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 

@@ -14,15 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcp_passes import cache_ops
 from pcp_passes.attention import attend_reference
-from pcp_passes.cache_ops import paged_attend, paged_attend_op, write_cache, write_cache_op
 from pcp_passes.errors import ConfigError
+from pcp_passes.paged import attend
+from pcp_passes.paged import rows as written_rows
+from pcp_passes.paged.explicit import paged_attend, paged_attend_op, write_cache, write_cache_op
 
 POISON = 777.0
 BLOCKS, SIZE = 5, 4
 
-WRITES = {"rows kept": cache_ops._write_kept, "no sync": cache_ops._write_without_sync}
+WRITES = {"rows kept": written_rows._write_kept, "no sync": written_rows._write_without_sync}
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -52,8 +53,8 @@ def test_only_named_slots_are_written(write: str, slots: list[int]) -> None:
 def test_a_slot_off_by_one_is_seen() -> None:
     cache, shifted = torch.full((2, BLOCKS, SIZE, 2, 3), POISON)
     rows, slots = torch.randn(3, 2, 3), torch.tensor([4, -1, 9])
-    cache_ops._write_kept(rows, cache, slots)
-    cache_ops._write_kept(rows, shifted, slots + 1)
+    written_rows._write_kept(rows, cache, slots)
+    written_rows._write_kept(rows, shifted, slots + 1)
     assert not torch.equal(cache, shifted)
 
 
@@ -244,18 +245,18 @@ def test_planted_faults_are_seen() -> None:
 
 def test_work_of_a_window_does_not_grow_with_the_sequence() -> None:
     sizes: list[int] = []
-    original = cache_ops._heads_first
+    original = attend._heads_first
 
-    def measured(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-        sizes.append(length)
-        return original(cache, blocks, length)
+    def measured(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(len(slots))
+        return original(cache, slots, dtype)
 
-    cache_ops._heads_first, batch = measured, ragged([200], [1])
+    attend._heads_first, batch = measured, ragged([200], [1])
     try:
         batch.paged(left=7)
         batch.paged()
     finally:
-        cache_ops._heads_first = original
+        attend._heads_first = original
     assert sizes == [8, 8, 200, 200]
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache as two ops: ``pcp::write_cache`` puts token rows into slots, ``pcp::paged_attend`` reads them.
+"""The same write and read with caches, slots and tables as operands: ``pcp::write_cache`` and ``pcp::paged_attend``.
+
+For models that are compiled by ``torch.compile`` over a cache of their own: there, what a step needs are inputs of the
+graph, one graph serves every step, and a model may go on computing with the keys it reads. Bodies of the engine use the
+ops of :mod:`pcp_passes.paged.ops`. Both run one implementation.
 
 A cache tensor is ``[num_blocks, block_size, Hkv, D]``; *slot* ``b * block_size + i`` is row ``i`` of block ``b``. Rows
-are token-major and all requests of a step are stacked along them, as vLLM does, so both ops keep the token dimension
-first: a pass can give the write the rows of all ranks, and leave the queries rank-local.
-
-Position ``j`` of a request lives in slot ``block_table[r, j // block_size] * block_size + j % block_size``.
+are token-major and all requests of a step are stacked along them, so both ops keep the token dimension first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
-from pcp_passes.attention import attend
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir.library import define
+from pcp_passes.paged.attend import over_blocks
+from pcp_passes.paged.rows import write_rows
+from pcp_passes.paged.state import REPLICATED_SLOTS, AttentionInputs
 
 WRITE_CACHE = "pcp::write_cache"
 PAGED_ATTEND = "pcp::paged_attend"
@@ -89,32 +92,8 @@ def _write_cache(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     _check_write(k, v, k_cache, v_cache, slots)
-    if slots.numel() == 0:
-        return
-    write = _write_kept if slots.device.type == "cpu" else _write_without_sync
-    write(k, k_cache, slots)
-    write(v, v_cache, slots)
-
-
-def _write_kept(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    keep = slots >= 0
-    cache.flatten(0, 1).index_copy_(0, slots[keep], rows[keep].to(cache.dtype))
-
-
-def _write_without_sync(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Selecting the rows to keep has a data-dependent size, which neither a CUDA graph nor a fast launch can have.
-
-    Instead each dropped row repeats a kept one: the same value goes to the same slot, in whatever order. When no row
-    is kept, all rows write slot 0 back as it is.
-    """
-    flat = cache.flatten(0, 1)
-    keep = slots >= 0
-    stand_in = keep.to(torch.int8).argmax()
-    slot = slots[stand_in].clamp(min=0)
-    value = torch.where(keep[stand_in], rows[stand_in].to(cache.dtype), flat[slot])
-    flat.index_copy_(
-        0, torch.where(keep, slots, slot), torch.where(keep[:, None, None], rows.to(cache.dtype), value[None])
-    )
+    write_rows(k, k_cache, slots, "k_cache")
+    write_rows(v, v_cache, slots, "v_cache")
 
 
 def _write_cache_fake(
@@ -162,48 +141,12 @@ def _paged_attend(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     _check_read(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, positions)
-    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[3])
-    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    capacity = block_table.shape[1] * k_cache.shape[1]
-    if max(lengths, default=0) > capacity:
-        raise ConfigError(
-            f"{PAGED_ATTEND}: a request has {max(lengths)} keys, but a row of the block table holds {capacity}. "
-            "Give the block table more columns."
-        )
-    for request, length in enumerate(lengths):
-        rows = slice(starts[request], starts[request + 1])
-        if rows.start == rows.stop:
-            continue
-        where = positions[rows]
-        skip = _blocks_out_of_sight(where, left, chunk, k_cache.shape[1])
-        blocks = block_table[request, skip : -(-length // k_cache.shape[1])].long()
-        keys = length - skip * k_cache.shape[1]
-        if keys <= 0:
-            continue
-        seen = attend(
-            q[rows].transpose(0, 1)[None],
-            _heads_first(k_cache, blocks, keys),
-            _heads_first(v_cache, blocks, keys),
-            where - skip * k_cache.shape[1],
-            scale=scale, left=left, right=right, chunk=chunk, sinks=sinks, slopes=slopes, softcap=softcap,
-        )  # fmt: skip
-        out[rows] = seen[0].transpose(0, 1)
-    return out
-
-
-def _blocks_out_of_sight(positions: torch.Tensor, left: int, chunk: int, block_size: int) -> int:
-    """Leading blocks that no row of a sliding window sees: they need not be gathered.
-
-    Chunks count from position 0, so nothing is cut there.
-    """
-    if left < 0 or chunk:
-        return 0
-    return max(int(positions.min()) - left, 0) // block_size
-
-
-def _heads_first(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """Gathered rows as ``[1, H, length, D]``."""
-    return cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1)[None]
+    nothing = positions.new_empty(0, dtype=torch.int64)
+    inputs = AttentionInputs(nothing, REPLICATED_SLOTS, block_table, query_start_loc, seq_lens, positions)
+    return over_blocks(
+        q, k_cache, v_cache, inputs,
+        scale=scale, left=left, right=right, chunk=chunk, sinks=sinks, slopes=slopes, softcap=softcap,
+    )  # fmt: skip
 
 
 def _paged_attend_fake(

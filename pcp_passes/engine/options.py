@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may ask of the embedded engine, checked when it is built."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pcp_passes.errors import ConfigError
+from pcp_passes.layout.build import DECODES
+from pcp_passes.options import unknown_choice
+
+#: The planner knows interleave too, but it makes every token an attention row of its own.
+LAYOUTS = ("zigzag", "contiguous")
+
+#: The published scenario drafts 5 tokens; beyond 8 the replicated draft steps cost more than they save.
+MAX_STEPS = 8
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued.
+
+    Attributes:
+        max_tokens: tokens to generate, at least 1.
+        temperature: 0 is greedy.
+        seed: of the request's random streams. Draws depend on (seed, position) alone, never on the batch.
+        eos: token ids that end the request; the token itself is part of the output.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    seed: int = 0
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, found {self.max_tokens}; ask for a token or no request.")
+        if not self.temperature >= 0.0:
+            raise ConfigError(f"temperature must be at least 0 (greedy), found {self.temperature}.")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and policies of an engine. Every rank must be given the same.
+
+    Attributes:
+        pcp: ranks of the prefill-context-parallel group.
+        block_size: tokens of a KV cache block.
+        num_blocks: blocks of every rank's cache.
+        max_len: largest prompt plus ``max_tokens`` of a request.
+        max_requests: requests that run at a time.
+        budget: tokens of a step, over all requests.
+        long_prefill_threshold: tokens of one request's prefill in one step; 0 is no limit beside the budget.
+        layout: how a prefill is dealt to the ranks, ``zigzag`` or ``contiguous``.
+        decode: ``replicate`` runs decodes on every rank (no collective in a pure decode step), ``owner`` on one.
+        prefix_cache: reuse the blocks of equal prefixes.
+        acceptance_floor: warn when the share of drafts that are accepted falls under it; None never warns.
+        graph_mode: ``none``; others are refused.
+        fast_prefill: must be false.
+        check_ranks: before each step, ranks of a real group compare what they know of the batch, tokens included: one
+            collective of 8 bytes. Ranks that came to different tokens then stop by name instead of going on apart.
+        silence_s: seconds without a heartbeat after which a rank counts as lost, 4 to 25.
+    """
+
+    pcp: int = 1
+    block_size: int = 16
+    num_blocks: int = 256
+    max_len: int = 1024
+    max_requests: int = 16
+    budget: int = 256
+    long_prefill_threshold: int = 0
+    layout: str = "zigzag"
+    decode: str = "replicate"
+    prefix_cache: bool = True
+    acceptance_floor: float | None = None
+    graph_mode: str = "none"
+    fast_prefill: bool = False
+    check_ranks: bool = True
+    silence_s: float = 12.0
+
+    def __post_init__(self) -> None:
+        for name in ("pcp", "block_size", "num_blocks", "max_len", "max_requests", "budget"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, found {value!r}.")
+        if self.long_prefill_threshold < 0:
+            raise ConfigError(f"long_prefill_threshold must be at least 0, found {self.long_prefill_threshold}.")
+        if self.layout not in LAYOUTS:
+            raise ConfigError(unknown_choice("layout", self.layout, LAYOUTS))
+        if self.decode not in DECODES:
+            raise ConfigError(unknown_choice("decode", self.decode, DECODES))
+        if self.graph_mode != "none":
+            raise ConfigError(
+                f"graph_mode={self.graph_mode!r}: the embedded engine runs its step program eagerly, so CUDA graph "
+                "modes are not supported; use graph_mode='none', or vLLM."
+            )
+        if self.fast_prefill:
+            raise ConfigError(
+                "fast_prefill=True skips the cache rows of layers that reuse another's keys, which the gathered cache "
+                "writes of the pcp ranks do not know; set fast_prefill=False."
+            )
+        if not 4 <= self.silence_s <= 25:
+            raise ConfigError(f"silence_s must be 4 to 25 seconds (a loss is told within 30), found {self.silence_s}.")
+
+    def blocks_per_request(self, steps: int) -> int:
+        """Blocks that the longest request may hold with ``steps`` drafts.
+
+        The host's cursor runs at most ``2 * steps`` tokens past the last token that is kept: the drafts of the step in
+        flight and those of the step being scheduled. The drafter's later steps write ``steps`` positions more.
+        """
+        return -(-(self.max_len + 3 * steps) // self.block_size)
+
+    def check(self, steps: int) -> None:
+        """Refuse what cannot run with a drafter of ``steps`` drafts. Raises ConfigError, one sentence each."""
+        if steps > MAX_STEPS:
+            raise ConfigError(f"the drafter drafts {steps} tokens a step; at most {MAX_STEPS} are supported.")
+        need = self.blocks_per_request(steps)
+        if self.num_blocks < need:
+            raise ConfigError(
+                f"num_blocks={self.num_blocks} cannot hold one request of max_len={self.max_len} with {steps} drafts, "
+                f"which needs {need} blocks of {self.block_size}; raise num_blocks or lower max_len."
+            )
+        if self.budget < 1 + steps:
+            raise ConfigError(
+                f"budget={self.budget} is below the {1 + steps} tokens of one verification with {steps} drafts; "
+                "raise it."
+            )
+
+    def digest(self) -> str:
+        """Stable hash of every option: part of the ranks' agreement at start."""
+        plain: dict[str, Any] = asdict(self)
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

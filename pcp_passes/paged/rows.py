@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing rows into the slots of a paged tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from pcp_passes.errors import ConfigError
+
+
+def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
+    """Write ``rows`` into their slots, in place.
+
+    Args:
+        rows: ``[n, heads, dim]``; converted to the dtype of the cache.
+        cache: contiguous ``[num_blocks, block_size, heads, dim]``; slot ``b * block_size + i`` is row i of block b.
+        slots: i64 ``[n]``; a row with slot -1 is not written, and no two rows may name one slot.
+        name: of the cache, for the error.
+
+    Raises:
+        ConfigError: shapes or dtypes that do not fit together.
+        IndexError: a slot beyond the cache (on CPU; a device-side assertion elsewhere).
+    """
+    if (
+        cache.dim() != 4
+        or rows.shape != (slots.shape[0], *cache.shape[2:])
+        or slots.dtype != torch.int64
+        or not cache.is_contiguous()
+    ):
+        raise ConfigError(
+            f"{name}: found rows {list(rows.shape)}, {slots.dtype} slots {list(slots.shape)} and a cache "
+            f"{list(cache.shape)} of strides {list(cache.stride())}; required rows [n, heads, dim], int64 slots [n] "
+            "and a contiguous cache [blocks, block size, heads, dim]. Pass one slot per token row."
+        )
+    if slots.numel() == 0:
+        return
+    write = _write_kept if slots.device.type == "cpu" else _write_without_sync
+    write(rows, cache, slots)
+
+
+def _write_kept(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    keep = slots >= 0
+    if not bool(keep.all()):
+        rows, slots = rows[keep], slots[keep]
+    cache.flatten(0, 1).index_copy_(0, slots, rows.to(cache.dtype))
+
+
+def _write_without_sync(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Selecting the rows to keep has a data-dependent size, which neither a CUDA graph nor a fast launch can have.
+
+    Instead each dropped row repeats a kept one: the same value goes to the same slot, in whatever order. When no row
+    is kept, all rows write slot 0 back as it is.
+    """
+    flat = cache.flatten(0, 1)
+    keep = slots >= 0
+    stand_in = keep.to(torch.int8).argmax()
+    slot = slots[stand_in].clamp(min=0)
+    value = torch.where(keep[stand_in], rows[stand_in].to(cache.dtype), flat[slot])
+    flat.index_copy_(
+        0, torch.where(keep, slots, slot), torch.where(keep[:, None, None], rows.to(cache.dtype), value[None])
+    )

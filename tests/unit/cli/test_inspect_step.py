@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pcp inspect --drafter``, on a configuration without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pcp_passes.cli.inspect_step import render_step
+from pcp_passes.inspection.sources import load_config
+from pcp_passes.inspection.step import inspect_step_config
+
+pytestmark = pytest.mark.unit
+CONFIG: dict[str, Any] = {
+    "model_type": "glm4_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def test_the_command_shows_that_nothing_moves_between_target_and_drafter(pcp_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code, data = pcp_json("inspect", str(tmp_path), "--pcp", "4", "--drafter", "mtp", "--tokens", "100", "--steps", "2")
+    assert code == 0
+    assert data["boundary"] == {"nodes": [], "bytes": 0, "same_inputs": True, "same_tokens": True, "copies": 0}
+    assert [line["restored"] for line in data["restores"]] == [1, 1]
+    # A row of a layer: 2 heads of 8 keys and values in bf16; all 4 layers of the target, and the drafter's.
+    assert [(line["rows"], line["collectives"], line["bytes"]) for line in data["calls"]] == [
+        (25, 4, 4 * 25 * 2 * 2 * 8 * 2), (25, 1, 25 * 2 * 2 * 8 * 2), (1, 0, 0),
+    ]  # fmt: skip
+    assert data["layers"] == 4 > data["captured_layers"]
+    assert "pcp_step.shard_into(%shift, %local_rows, %shard)" in data["graph"]
+
+
+def test_captured_layers_stand_for_all(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = load_config(str(tmp_path))
+    one, _ = inspect_step_config(config, pcp=2, tokens=64, steps=1)
+    every, _ = inspect_step_config(config, pcp=2, tokens=64, steps=1, full=True)
+    assert one.step == every.step and (one.captured, every.captured) == (3, 4)
+    assert len(render_step(one).renderables) == len(render_step(every).renderables) + 1, "says what was captured"
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (("--drafter", "eagle"), "unknown drafter 'eagle'"),
+        (("--drafter", "mtp", "--pcp", "1"), "required at least 2"),
+        (("--drafter", "mtp", "--dtype", "f8"), "unknown dtype 'f8'"),
+        (("--drafter", "mtp", "--vllm"), "which vLLM does not run"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(pcp: Any, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = pcp("inspect", str(tmp_path), *options)
+    assert result.exit_code != 0 and says in str(result.exception)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot run is refused when the engine is built, in one sentence with the values found."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pcp_passes.engine.engine import Engine
+from pcp_passes.engine.options import EngineOptions, SamplingParams
+from pcp_passes.errors import ConfigError
+from tests.engine_double import ArithmeticExecutor
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("graph_mode", "full", "graph_mode='full'.*not supported; use graph_mode='none', or vLLM"),
+        ("graph_mode", "piecewise", "graph_mode='piecewise'"),
+        ("fast_prefill", True, "fast_prefill=True.*set fast_prefill=False"),
+        ("layout", "interleave", "unknown layout 'interleave'; accepted: 'zigzag', 'contiguous'"),
+        ("layout", "zigzagg", "Did you mean 'zigzag'"),
+        ("decode", "owned", "unknown decode 'owned'"),
+        ("block_size", 0, "block_size must be an integer of at least 1, found 0"),
+        ("pcp", True, "pcp must be an integer"),
+        ("long_prefill_threshold", -1, "at least 0, found -1"),
+        ("silence_s", 60.0, "4 to 25 seconds"),
+    ],
+)
+def test_an_option_that_cannot_run_is_refused(field: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineOptions(**{field: value})
+
+
+def test_sizes_are_checked_with_the_drafter() -> None:
+    options = EngineOptions(max_len=100, block_size=16, num_blocks=7)
+    ArithmeticExecutor(options, 3)
+    Engine(ArithmeticExecutor(options, 4))
+    with pytest.raises(ConfigError, match=r"num_blocks=7 cannot hold one request of max_len=100 with 5 drafts.* 8 "):
+        Engine(ArithmeticExecutor(options, 5))
+    with pytest.raises(ConfigError, match="drafts 9 tokens a step; at most 8"):
+        Engine(ArithmeticExecutor(EngineOptions(), 9))
+    with pytest.raises(ConfigError, match="budget=3 is below the 4 tokens"):
+        Engine(ArithmeticExecutor(EngineOptions(budget=3), 3))
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": -0.5}, {"temperature": float("nan")}])
+def test_sampling_parameters(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_requests_that_can_never_run_are_refused() -> None:
+    engine = Engine(ArithmeticExecutor(EngineOptions(max_len=20), 0))
+    with pytest.raises(ConfigError, match="18 prompt tokens and max_tokens=3 exceed max_len=20"):
+        engine.add_request([1] * 18, SamplingParams(max_tokens=3))
+    with pytest.raises(ConfigError, match="empty prompt"):
+        engine.add_request([])
+    engine.add_request([1], request_id="a")
+    with pytest.raises(ConfigError, match="request id 'a' is in use"):
+        engine.add_request([2], request_id="a")
+    with pytest.raises(ConfigError, match="no unfinished request 'b'; unfinished: \\['a'\\]"):
+        engine.abort("b")
+
+
+def test_every_option_is_part_of_the_agreement() -> None:
+    base = EngineOptions()
+    other: dict[str, Any] = {
+        "layout": "contiguous",
+        "decode": "owner",
+        "prefix_cache": False,
+        "acceptance_floor": 0.5,
+        "check_ranks": False,
+    }
+    for field in dataclasses.fields(EngineOptions):
+        if field.name in ("graph_mode", "fast_prefill"):
+            continue  # one accepted value each
+        value = other.get(field.name, getattr(base, field.name) + 1 if field.name not in other else None)
+        assert dataclasses.replace(base, **{field.name: value}).digest() != base.digest(), field.name
