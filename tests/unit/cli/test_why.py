@@ -42,7 +42,7 @@ def test_a_captured_node_that_a_pass_changed(dump: Path, pcp_json: Any, pcp: Any
 
 def test_rules_and_notes(dump: Path, pcp_json: Any) -> None:
     _, data = pcp_json("why", dump, "%dep")
-    assert data["rule"] == "CacheWrite(rows=(0, 1))"
+    assert data["rule"] == "CacheWrite(rows=(0, 1), layout=None)"
     manifest = dump / "manifest.json"
     text = manifest.read_text()
     assert '"notes": []' in text
