@@ -8,12 +8,16 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from pcp_passes.errors import ConfigError
 from pcp_passes.layout.build import DECODES
 from pcp_passes.options import unknown_choice
 
 #: The planner knows interleave too, but it makes every token an attention row of its own.
 LAYOUTS = ("zigzag", "contiguous")
+
+CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 #: The published scenario drafts 5 tokens; beyond 8 the replicated draft steps cost more than they save.
 MAX_STEPS = 8
@@ -54,6 +58,8 @@ class EngineOptions:
         max_requests: requests that run at a time.
         budget: tokens of a step, over all requests.
         long_prefill_threshold: tokens of one request's prefill in one step; 0 is no limit beside the budget.
+        cache_dtype: of the KV caches: ``auto`` is the model's; ``bf16``; ``fp8`` (e4m3, cast without a scale, values
+            past 448 saturate).
         layout: how a prefill is dealt to the ranks, ``zigzag`` or ``contiguous``.
         decode: ``replicate`` runs decodes on every rank (no collective in a pure decode step), ``owner`` on one.
         prefix_cache: reuse the blocks of equal prefixes.
@@ -72,6 +78,7 @@ class EngineOptions:
     max_requests: int = 16
     budget: int = 256
     long_prefill_threshold: int = 0
+    cache_dtype: str = "auto"
     layout: str = "zigzag"
     decode: str = "replicate"
     prefix_cache: bool = True
@@ -88,6 +95,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be an integer of at least 1, found {value!r}.")
         if self.long_prefill_threshold < 0:
             raise ConfigError(f"long_prefill_threshold must be at least 0, found {self.long_prefill_threshold}.")
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ConfigError(unknown_choice("cache_dtype", self.cache_dtype, tuple(CACHE_DTYPES)))
         if self.layout not in LAYOUTS:
             raise ConfigError(unknown_choice("layout", self.layout, LAYOUTS))
         if self.decode not in DECODES:

@@ -16,7 +16,7 @@ from torch import fx
 from pcp_passes.collectives import CollectiveLog, all_gather_rows, bind_axis, record_collectives, unbind_axis
 from pcp_passes.distributed import Heartbeat, Loss, exit_process, open_store, require_agreement
 from pcp_passes.engine.executor import Executor
-from pcp_passes.engine.options import EngineOptions
+from pcp_passes.engine.options import CACHE_DTYPES, EngineOptions
 from pcp_passes.engine.request import ScheduledBatch
 from pcp_passes.engine.stats import StepRecord
 from pcp_passes.errors import ConfigError, RankMismatch
@@ -40,7 +40,8 @@ class _ProgramExecutor(Executor):
                 f"the step program was built for {program.pcp} pcp ranks and EngineOptions has pcp={options.pcp}; "
                 "build both for one size."
             )
-        super().__init__(options, program.drafter.steps, ranks, cache_dtype=program.target.dtype, device=device)
+        dtype = CACHE_DTYPES[options.cache_dtype] or program.target.dtype
+        super().__init__(options, program.drafter.steps, ranks, cache_dtype=dtype, device=device)
         self.program = program
 
 

@@ -42,7 +42,7 @@ def _write_kept(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) ->
     keep = slots >= 0
     if not bool(keep.all()):
         rows, slots = rows[keep], slots[keep]
-    cache.flatten(0, 1).index_copy_(0, slots, rows.to(cache.dtype))
+    _as_copied(cache).flatten(0, 1).index_copy_(0, slots, _as_copied(rows.to(cache.dtype)))
 
 
 def _write_without_sync(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -51,11 +51,15 @@ def _write_without_sync(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Te
     Instead each dropped row repeats a kept one: the same value goes to the same slot, in whatever order. When no row
     is kept, all rows write slot 0 back as it is.
     """
-    flat = cache.flatten(0, 1)
+    flat = _as_copied(cache).flatten(0, 1)
+    rows = _as_copied(rows.to(cache.dtype))
     keep = slots >= 0
     stand_in = keep.to(torch.int8).argmax()
     slot = slots[stand_in].clamp(min=0)
-    value = torch.where(keep[stand_in], rows[stand_in].to(cache.dtype), flat[slot])
-    flat.index_copy_(
-        0, torch.where(keep, slots, slot), torch.where(keep[:, None, None], rows.to(cache.dtype), value[None])
-    )
+    value = torch.where(keep[stand_in], rows[stand_in], flat[slot])
+    flat.index_copy_(0, torch.where(keep, slots, slot), torch.where(keep[:, None, None], rows, value[None]))
+
+
+def _as_copied(x: torch.Tensor) -> torch.Tensor:
+    """Types of one byte as bytes: PyTorch copies no rows of an FP8 type by index."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -59,6 +59,27 @@ def generate(pcp: int, steps: int, **options: object) -> dict[str, RequestOutput
     return engine.run()
 
 
+def narrow(pcp: int, cache_dtype: str) -> tuple[dict[str, RequestOutput], dict[str, torch.Tensor]]:
+    sizes = EngineOptions(pcp=pcp, max_len=160, num_blocks=64, budget=48, cache_dtype=cache_dtype)
+    executor = SimulatedExecutor(glm_program(pcp, 3), sizes)
+    engine = Engine(executor)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request([schedules.BOS, *prompt], SamplingParams(max_tokens=12), str(index))
+    return engine.run(), executor.ranks[-1].memory.caches.tensors
+
+
+@pytest.mark.parametrize("cache_dtype, dtype", [("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)])
+def test_a_narrow_cache_holds_the_same_bytes_on_every_rank(cache_dtype: str, dtype: torch.dtype) -> None:
+    (one, held), (two, there), (exact, _) = narrow(1, cache_dtype), narrow(2, cache_dtype), narrow(2, "auto")
+    for name, output in one.items():
+        assert (output.tokens, output.accepted) == (two[name].tokens, two[name].accepted)
+        assert output.logprobs == pytest.approx(two[name].logprobs, abs=1e-9)
+        assert output.logprobs != pytest.approx(exact[name].logprobs, abs=1e-5), "the cache is not narrow"
+    for name, rows in held.items():
+        assert rows.dtype == dtype and there[name].dtype == dtype
+        assert torch.equal(rows.view(torch.uint8), there[name].view(torch.uint8)), name
+
+
 @pytest.fixture(scope="module")
 def reference() -> dict[str, tuple[int, ...]]:
     """Greedy continuations by transformers, in float64 as our capture is."""

@@ -69,6 +69,7 @@ def test_every_option_is_part_of_the_agreement() -> None:
     base = EngineOptions()
     other: dict[str, Any] = {
         "layout": "contiguous",
+        "cache_dtype": "fp8",
         "decode": "owner",
         "prefix_cache": False,
         "acceptance_floor": 0.5,
