@@ -60,7 +60,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof("MTP, both graphs rewritten (MLA and GQA), PCP 2", _CPU, "tests/vllm/test_mtp.py"),
     Proof("DSpark beside a sharded target, PCP 2", _CPU, "tests/vllm/test_dspark.py"),
     Proof("KV producer with a drafter", _CPU, "tests/vllm/test_connector.py"),
-    Proof("FP8 KV cache (GQA) with MTP", _CPU, "tests/vllm/test_fp8_cache.py", "vLLM's CPU MLA has no FP8 cache"),
+    Proof("FP8 KV cache (GQA) with MTP", _CPU, "tests/vllm/test_fp8_cache.py", "MLA: on the embedded engine"),
     Proof("Prometheus metrics", _CPU, "tests/vllm/test_metrics.py"),
     Proof(
         "step program, embedded engine: MTP, DSpark, sparse MLA",
