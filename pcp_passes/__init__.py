@@ -6,8 +6,11 @@ Where to look:
 * ``layout`` and ``plan``: which rank runs which tokens, as numpy arrays and as device buffers;
 * ``ir`` and ``passes``: placements, markers, rules, invariants, and the rewrite of a captured model;
 * ``simulate``: all ranks of a rewritten graph in one process;
+* ``paged``: the paged KV cache and the ops of a body that write and read it;
+* ``step`` and ``speculative``: a whole scheduling step as a graph; drafters, sampling, verification;
+* ``engine``: the embedded engine, which runs step programs;
 * ``collectives`` and ``distributed``: the one collective of a body; agreement and heartbeat between ranks;
-* ``frontends``: systems that graphs are captured from (plain PyTorch, vLLM);
+* ``frontends``: systems that graphs are captured from (plain PyTorch, transformers, vLLM);
 * ``cli``: the ``pcp`` command.
 
 Importing this package imports none of them; the names of ``pcp_passes.api`` are loaded when first asked for::
