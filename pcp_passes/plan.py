@@ -255,9 +255,16 @@ class StepPlan:
         return self.shard_tokens(torch.zeros(num_tokens, dtype=torch.int32, device=self.device), positions)
 
     def _upload(self, target: torch.Tensor, array: NDArray[np.generic]) -> None:
-        host = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            # A block of the caching host allocator is not handed out again before its copy has run, so a step never
-            # overwrites the staging of the one before, and nobody waits.
-            host = host.pin_memory()
-        target[: len(array)].copy_(host, non_blocking=True)
+        target[: len(array)].copy_(_staged(array, self.device), non_blocking=True)
+
+
+def upload(array: NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
+    """``array`` on ``device``, without waiting for it; on CPU a view of the array."""
+    return _staged(array, torch.device(device)).to(device, non_blocking=True)
+
+
+def _staged(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    # A block of the caching host allocator is not handed out again before its copy has run, so a step never overwrites
+    # the staging of the one before, and nobody waits.
+    return host.pin_memory() if device.type == "cuda" else host

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.request import ScheduledBatch
-from pcp_passes.plan import PAD_SLOT_ID
+from pcp_passes.plan import PAD_SLOT_ID, upload
 from pcp_passes.step.inputs import StepInputs, StepOutputs
 
 NO_BLOCK = -1
@@ -112,5 +112,4 @@ class DeviceState:
             self.draft_logits[rows] = outputs.draft_logits
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
+        return upload(array, self.device)

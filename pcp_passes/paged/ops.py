@@ -158,12 +158,8 @@ def _require_layout(op: str, layer: str, layout: str, rows: torch.Tensor, inputs
 
 
 def _write(name: str, rows: torch.Tensor, caches: PagedCaches, inputs: AttentionInputs) -> None:
-    cache, slots = caches.written(name, rows), inputs.slots
-    if slots.device.type == "cpu":
-        # Which rows are kept is the same in all layers, so it is found once a call.
-        kept, slots = inputs.kept
-        rows = rows if kept is None else rows.index_select(0, kept)
-    write_rows(rows, cache, slots, name)
+    # Which rows are kept is the same in all layers, so it is found once a call.
+    write_rows(rows, caches.written(name, rows), inputs.slots, name, lambda: inputs.kept)
 
 
 def _kv_write(k: torch.Tensor, v: torch.Tensor, layer: str, layout: str = REPLICATED_SLOTS) -> torch.Tensor:

@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pcp_passes.errors import ConfigError
 
+Kept = tuple[torch.Tensor | None, torch.Tensor]
 
-def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
+
+def kept_rows(slots: torch.Tensor) -> Kept:
+    """Rows that have a slot, i64, or ``None`` for all; and their slots. Their count is read on the host."""
+    rows = (slots >= 0).nonzero().flatten()
+    return (None, slots) if len(rows) == len(slots) else (rows, slots[rows])
+
+
+def write_rows(
+    rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str, kept: Callable[[], Kept] | None = None
+) -> None:
     """Write ``rows`` into their slots, in place.
 
     Args:
@@ -16,6 +28,7 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, nam
         cache: contiguous ``[num_blocks, block_size, heads, dim]``; slot ``b * block_size + i`` is row i of block b.
         slots: i64 ``[n]``; a row with slot -1 is not written, and no two rows may name one slot.
         name: of the cache, for the error.
+        kept: gives :func:`kept_rows` of ``slots`` where that is known already; asked on CPU only.
 
     Raises:
         ConfigError: shapes or dtypes that do not fit together.
@@ -34,14 +47,15 @@ def write_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, nam
         )
     if slots.numel() == 0:
         return
-    write = _write_kept if slots.device.type == "cpu" else _write_without_sync
-    write(rows, cache, slots)
+    if slots.device.type == "cpu":
+        _write_kept(rows, cache, kept() if kept is not None else kept_rows(slots))
+    else:
+        _write_without_sync(rows, cache, slots)
 
 
-def _write_kept(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    keep = slots >= 0
-    if not bool(keep.all()):
-        rows, slots = rows[keep], slots[keep]
+def _write_kept(rows: torch.Tensor, cache: torch.Tensor, kept: Kept) -> None:
+    index, slots = kept
+    rows = rows if index is None else rows.index_select(0, index)
     _as_copied(cache).flatten(0, 1).index_copy_(0, slots, _as_copied(rows.to(cache.dtype)))
 
 

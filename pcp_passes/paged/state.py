@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from pcp_passes.errors import ConfigError, PcpError
+from pcp_passes.paged.rows import Kept, kept_rows
 
 SlotLayout = Literal["replicated", "rank_major"]
 REPLICATED_SLOTS: SlotLayout = "replicated"
@@ -93,10 +94,9 @@ class AttentionInputs:
         return tuple(one for one in found if one[1] < one[2] and one[3] > 0)
 
     @cached_property
-    def kept(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Rows that have a slot, i64, or ``None`` for all; and their slots. Their count is read on the host."""
-        rows = (self.slots >= 0).nonzero().flatten()
-        return (None, self.slots) if len(rows) == len(self.slots) else (rows, self.slots[rows])
+    def kept(self) -> Kept:
+        """:func:`~pcp_passes.paged.rows.kept_rows` of the call."""
+        return kept_rows(self.slots)
 
     def key_slots(self, block_size: int) -> tuple[torch.Tensor, ...]:
         """Slots of the keys of each of :attr:`segments`, in position order: i64 ``[keys]`` each."""

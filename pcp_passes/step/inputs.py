@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.layout import Layout, sampled_rows
+from pcp_passes.plan import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +60,7 @@ class StepPlanInputs:
     """What the layout of a batch says to one rank. Names end up in the program's inputs."""
 
     local_rows: torch.Tensor
-    """i64[M], global token of each local row; padded rows repeat token 0."""
-    is_padding: torch.Tensor
-    """bool[M]."""
+    """i64[M], global token of each local row; padded rows repeat token 0 and need no mask: their slot is -1."""
     gather_index: torch.Tensor
     """i64[P*M], the same on all ranks."""
     write_mask: torch.Tensor
@@ -99,8 +98,8 @@ class StepOutputs:
 
 
 INPUTS: tuple[str, ...] = tuple(field.name for field in fields(StepInputs))
-PLAN_INPUTS: tuple[str, ...] = tuple(f.name for f in fields(StepPlanInputs) if f.name != "is_padding")
-"""Inputs of a sharded program, after those of every program. Padded rows need no mask: their slot is -1."""
+PLAN_INPUTS: tuple[str, ...] = tuple(field.name for field in fields(StepPlanInputs))
+"""Inputs of a sharded program, after those of every program."""
 TABLE_BUFFER = "table_buffer"
 """Input: i32 rows whose address never changes; holds the block tables that the next body call reads."""
 CACHES = "caches"
@@ -149,17 +148,11 @@ def plan_inputs(
     request = np.zeros(rows.num_padded_rows, dtype=np.int64)
     request[: rows.num_rows] = rows.row_request
 
-    def to_device(array: Any) -> torch.Tensor:
-        held = torch.from_numpy(np.ascontiguousarray(array))
-        if held.dtype is torch.int32:
-            held = held.long()
-        if torch.device(device).type == "cuda":
-            held = held.pin_memory()
-        return held.to(device, non_blocking=True)
+    def to_device(array: NDArray[np.generic]) -> torch.Tensor:
+        return upload(array.astype(np.int64) if array.dtype == np.int32 else array, device)
 
     return StepPlanInputs(
         local_rows=to_device(layout.gather_index[first : first + per_rank]),
-        is_padding=to_device(np.arange(per_rank) >= rows.num_tokens),
         gather_index=to_device(layout.gather_index),
         write_mask=to_device(layout.write_mask),
         row_request=to_device(request),

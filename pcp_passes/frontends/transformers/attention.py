@@ -126,9 +126,14 @@ def _explicit(
     return torch.matmul(weights, value.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous(), None
 
 
+def not_understood(kwargs: dict[str, Any]) -> list[str]:
+    """Names of the tensors in ``kwargs`` that may change the result of attention in a way nobody here knows."""
+    return [name for name, held in kwargs.items() if isinstance(held, torch.Tensor) and name not in _NO_EFFECT]
+
+
 def _require_understood(module: torch.nn.Module, mask: object, kwargs: dict[str, Any]) -> None:
     """An attention layer hands its extras as keywords, and ignoring one may drop, say, a selection of keys."""
-    unknown = [name for name, held in kwargs.items() if isinstance(held, torch.Tensor) and name not in _NO_EFFECT]
+    unknown = not_understood(kwargs)
     if unknown or not (mask is None or isinstance(mask, (torch.Tensor, MaskPattern))):
         raise Refusal(
             'the "pcp" attention does not know what this layer asks for',

@@ -79,7 +79,9 @@ def pcp_mask(
 
     Arguments are those of ``transformers.masking_utils.sdpa_mask``.
     """
-    window = _window(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, kwargs.get("config"))
+    window = window_of(
+        mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, kwargs.get("config")
+    )
     # Chunks count from position 0, so their pattern does not move along with dropped keys.
     moved = not (isinstance(kv_offset, int) and kv_offset == 0)
     if window is not None and not (window[2] and moved) and _all_visible(attention_mask, kv_length, kv_offset):
@@ -101,7 +103,7 @@ def pcp_mask(
     return mask
 
 
-def _window(
+def window_of(
     mask_function: Any, local_size: int | None, causal_skip: bool, bidirectional_skip: bool, config: Any
 ) -> tuple[int, int, int] | None:
     """``(left, right, chunk)`` of a plain request, or ``None``."""

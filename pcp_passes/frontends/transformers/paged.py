@@ -19,10 +19,10 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from pcp_passes import paged
 from pcp_passes.errors import Refusal
-from pcp_passes.frontends.transformers.attention import _NO_EFFECT, STEP_ARGUMENT
+from pcp_passes.frontends.transformers.attention import STEP_ARGUMENT, not_understood
 from pcp_passes.frontends.transformers.experts import EXPERTS, register_experts
-from pcp_passes.frontends.transformers.masks import PACKED, MaskPattern, _window
-from pcp_passes.frontends.transformers.switch import _configs
+from pcp_passes.frontends.transformers.masks import PACKED, MaskPattern, window_of
+from pcp_passes.frontends.transformers.switch import configs_of
 
 PAGED = "pcp_paged"
 
@@ -102,7 +102,7 @@ def paged_attention_forward(
     cache: Any = kwargs.pop(STEP_ARGUMENT, None)
     pattern = attention_mask if isinstance(attention_mask, MaskPattern) else MaskPattern(0, 0, 0)
     by_position = attention_mask is None or isinstance(attention_mask, MaskPattern) or attention_mask.numel() == 1
-    unknown = [name for name, held in kwargs.items() if isinstance(held, torch.Tensor) and name not in _NO_EFFECT]
+    unknown = not_understood(kwargs)
     if not isinstance(cache, CapturedCache) or not by_position or unknown or dropout:
         _refuse(module, unknown, "a mask tensor" if not by_position else "dropout, or a call without the paged cache")
     name = cache.name(module.layer_idx)
@@ -172,7 +172,7 @@ def paged_mask(
         if mask_function is causal_mask_function and local_size is None:
             return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
     elif attention_mask is None:
-        window = _window(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
+        window = window_of(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
         if window is not None:
             return MaskPattern(q_length, kv_length, 0, *window)
     raise Refusal(
@@ -191,7 +191,7 @@ def paged_capture(model: torch.nn.Module) -> Iterator[None]:
     AttentionInterface.register(PAGED, paged_attention_forward)
     AttentionMaskInterface.register(PAGED, paged_mask)
     register_experts()
-    configs = _configs(model)
+    configs = configs_of(model)
     before = [(config._attn_implementation_internal, config._experts_implementation_internal) for config in configs]
     excluded, PACKED.excluded = PACKED.excluded, True
     try:

@@ -100,7 +100,7 @@ def pcp_attention(model: torch.nn.Module, *, positions: Positions = "auto") -> I
             ],
         )
     register()
-    configs = _configs(model)
+    configs = configs_of(model)
     before = [config._attn_implementation_internal for config in configs]
     excluded = PACKED.excluded
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def pcp_attention(model: torch.nn.Module, *, positions: Positions = "auto") -> I
                 config._attn_implementation_internal = implementation
 
 
-def _configs(model: torch.nn.Module) -> list[Any]:
+def configs_of(model: torch.nn.Module) -> list[Any]:
     """Every configuration that some part of the model reads: parts may hold copies, which no setter reaches."""
     found: dict[int, Any] = {}
 

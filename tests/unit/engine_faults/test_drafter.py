@@ -93,11 +93,11 @@ class Given:
                 r for r, (start, end) in enumerate(inputs.cu_logits.unfold(0, 2, 1).tolist()) if end - start > 1
             }
             owner = torch.repeat_interleave(torch.arange(len(scheduled)), inputs.query_start_loc.diff()).tolist()
-            for plan in plans or ():
+            for plan, count in zip(plans or (), layout.per_rank_tokens, strict=bool(plans)):
                 ids, positions = next(calls)
                 assert torch.equal(positions, inputs.positions[plan.local_rows])
                 for row, token in enumerate(plan.local_rows.tolist()):
-                    if not plan.is_padding[row] and token not in ends and owner[token] not in rejecting:
+                    if row < count and token not in ends and owner[token] not in rejecting:
                         yield int(ids[row]), int(inputs.input_ids[token + 1])
 
 

@@ -23,7 +23,12 @@ from pcp_passes.paged.explicit import paged_attend, paged_attend_op, write_cache
 POISON = 777.0
 BLOCKS, SIZE = 5, 4
 
-WRITES = {"rows kept": written_rows._write_kept, "no sync": written_rows._write_without_sync}
+
+def write_kept(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    written_rows._write_kept(rows, cache, written_rows.kept_rows(slots))
+
+
+WRITES = {"rows kept": write_kept, "no sync": written_rows._write_without_sync}
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -53,8 +58,8 @@ def test_only_named_slots_are_written(write: str, slots: list[int]) -> None:
 def test_a_slot_off_by_one_is_seen() -> None:
     cache, shifted = torch.full((2, BLOCKS, SIZE, 2, 3), POISON)
     rows, slots = torch.randn(3, 2, 3), torch.tensor([4, -1, 9])
-    written_rows._write_kept(rows, cache, slots)
-    written_rows._write_kept(rows, shifted, slots + 1)
+    write_kept(rows, cache, slots)
+    write_kept(rows, shifted, slots + 1)
     assert not torch.equal(cache, shifted)
 
 
