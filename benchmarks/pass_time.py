@@ -54,7 +54,7 @@ def measure(layers: int, pcp: int) -> dict[str, Any]:
     """CPU seconds of each pass and of value computation, and the number of nodes."""
     from pcp_passes.ir.revalue import Revalue
     from pcp_passes.passes import PassContext
-    from pcp_passes.passes.tokens import TokenOptions, rewrite_tokens
+    from pcp_passes.passes.tokens.pipeline import TokenOptions, rewrite_tokens
 
     found = captured(layers)
     values = 0.0

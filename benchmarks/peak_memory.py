@@ -57,7 +57,7 @@ def peak_bytes(model: Dense, tokens: int, pcp: int, rank: int) -> int:
     from pcp_passes.frontends.torch.capture import DynamoGraph, capture
     from pcp_passes.frontends.torch.plan import build_plan
     from pcp_passes.passes import PassContext
-    from pcp_passes.passes.tokens import TokenOptions, rewrite_tokens
+    from pcp_passes.passes.tokens.pipeline import TokenOptions, rewrite_tokens
 
     held: list[Any] = []
 

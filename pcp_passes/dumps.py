@@ -30,7 +30,7 @@ from torch import fx
 from pcp_passes.errors import ConfigError, DumpError
 from pcp_passes.ir import meta
 from pcp_passes.ir.opaque import UnreadConstant
-from pcp_passes.ir.parser import Parsed, parse_graph
+from pcp_passes.ir.parsing.parser import Parsed, parse_graph
 from pcp_passes.ir.printer import CONSTANT_BYTES, constant_digest, graph_fingerprint, print_graph, small_constant
 from pcp_passes.ir.symbols import symbol_hints
 from pcp_passes.passes.base import PassContext

@@ -18,7 +18,7 @@ from pcp_passes.attention import attend_op
 from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.printer import print_graph
 from pcp_passes.passes import PassContext, PassResult
-from pcp_passes.passes.localize_attention import LocalizeAttention
+from pcp_passes.passes.tokens.localize_attention import LocalizeAttention
 
 CTX = PassContext(4)
 INF = float("-inf")

@@ -22,9 +22,9 @@ from pcp_passes.ir.placements import Placement
 from pcp_passes.ir.printer import type_text
 from pcp_passes.ir.token_markers import is_restore, is_restore_many, restore_many_op, restore_op
 from pcp_passes.passes import Pass, PassContext, PassResult
-from pcp_passes.passes.lower_restores import lower_restores
-from pcp_passes.passes.normalize import normalize
-from pcp_passes.passes.tokens import Rewritten, TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.lower_restores import lower_restores
+from pcp_passes.passes.tokens.normalize import normalize
+from pcp_passes.passes.tokens.pipeline import Rewritten, TokenOptions, rewrite_tokens
 from pcp_passes.simulate import simulate
 
 ATEN: Any = torch.ops.aten

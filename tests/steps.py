@@ -20,10 +20,10 @@ from pcp_passes.ir.copies import copy_graph, module_like
 from pcp_passes.layout import Batch, Layout, build_layout
 from pcp_passes.paged import PagedCaches, index_topk, index_write, kv_attend, kv_write
 from pcp_passes.passes import Observer, Pass, PassContext, Pipeline
-from pcp_passes.passes.broadcast_verified import BroadcastVerified
 from pcp_passes.passes.observers import DiffObserver
-from pcp_passes.passes.share_topk import ShareTopK
-from pcp_passes.passes.step import STEP
+from pcp_passes.passes.steps.broadcast_verified import BroadcastVerified
+from pcp_passes.passes.steps.pipeline import STEP
+from pcp_passes.passes.steps.share_topk import ShareTopK
 from pcp_passes.speculative.contract import Drafter
 from pcp_passes.speculative.dspark import capture_dspark
 from pcp_passes.speculative.dspark_model import DSpark as DSparkModule

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pcp_passes.ir import meta
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_algebra import analyse
-from pcp_passes.ir.index_values import IndexValue
+from pcp_passes.ir.index.algebra import analyse
+from pcp_passes.ir.index.values import IndexValue
 
 
 def captured(function: Callable[..., Any], *more: torch.Tensor, tokens: int = 5) -> fx.GraphModule:

@@ -68,7 +68,7 @@ def plan_inputs(graph: fx.Graph) -> PlanInputs:
     if len(found) < 2:
         raise PcpError(
             f"this graph has no inputs {ROWS} and {RESTORE}: found {sorted(found) or 'neither'}. Rewrite a captured "
-            "graph through pcp_passes.passes.tokens.rewrite_tokens, or run passes on a dump made by it."
+            "graph through pcp_passes.passes.tokens.pipeline.rewrite_tokens, or run passes on a dump made by it."
         )
     rows, restore = found[ROWS], found[RESTORE]
     return PlanInputs(rows, restore, expression(tensor_of(restore).shape[0]), expression(tensor_of(rows).shape[0]))

@@ -17,7 +17,7 @@ from rich.text import Text
 from pcp_passes import dumps
 from pcp_passes.errors import PcpError
 from pcp_passes.ir import invariants
-from pcp_passes.ir.parser import Parsed
+from pcp_passes.ir.parsing.parser import Parsed
 from pcp_passes.ir.printer import graph_fingerprint
 from pcp_passes.passes.registry import pass_registry
 

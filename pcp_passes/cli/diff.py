@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pcp_passes import dumps
 from pcp_passes.errors import DumpError
-from pcp_passes.ir.syntax import Statement, read_statements
+from pcp_passes.ir.parsing.syntax import Statement, read_statements
 
 _STYLE = {"+": "green", "-": "red", "@": "cyan"}
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from pcp_passes import dumps
 from pcp_passes.errors import ConfigError, DumpError
 from pcp_passes.ir import invariants
-from pcp_passes.ir.parser import parse_graph
+from pcp_passes.ir.parsing.parser import parse_graph
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.passes.base import Note, PassContext
 from pcp_passes.passes.observers import DumpObserver, VerifyObserver

@@ -23,7 +23,7 @@ from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.fresh import FreshSpace, fresh_space
 from pcp_passes.ir import meta
 from pcp_passes.passes import PassContext, Pipeline, build_variants
-from pcp_passes.passes.lower_sparse_index import LowerSparseIndex
+from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 
 
 @dataclass(frozen=True, eq=False)

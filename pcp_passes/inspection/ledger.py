@@ -19,10 +19,10 @@ from pcp_passes.inspection.attention import Sight
 from pcp_passes.inspection.layers import LayerStack
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import RankMajor
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.lower_restores import LowerRestores
 from pcp_passes.passes.pipeline import Event
-from pcp_passes.passes.propagate_placements import PropagatePlacements, effective
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements, effective
 
 Category = Literal["sharded", "repeated", "fallback", "chosen", "replicated", "moving"]
 CATEGORIES: tuple[Category, ...] = ("sharded", "repeated", "fallback", "chosen", "replicated", "moving")

@@ -31,8 +31,8 @@ from pcp_passes.inspection.report import (
 )
 from pcp_passes.inspection.weightless import build_weightless, capture_model
 from pcp_passes.passes.base import Note, PassContext
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.tokens import Outputs, Rewritten, TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.pipeline import Outputs, Rewritten, TokenOptions, rewrite_tokens
 
 DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,

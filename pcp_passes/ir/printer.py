@@ -11,7 +11,7 @@ and ``because`` of what it runs replicated. Values are contiguous and on the CPU
 ``strides(1, 64)`` or ``on cuda``.
 
 The text is deterministic and holds no address, path, device index or process-group object, so it is the same on every
-rank of a group that runs the same model. :mod:`pcp_passes.ir.parser` reads it back.
+rank of a group that runs the same model. :mod:`pcp_passes.ir.parsing.parser` reads it back.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy import functions as sympy_functions
 
 from pcp_passes.ir import fakes
-from pcp_passes.ir.lexer import Size
+from pcp_passes.ir.parsing.lexer import Size
 
 _FUNCTIONS = frozenset(
     "CeilToInt CleanDiv FloatTrueDiv FloorDiv FloorToInt Identity IntTrueDiv Max Min Mod ModularIndexing PythonMod"

@@ -19,15 +19,15 @@ from pcp_passes.ir.invariants import (
     PLACED,
 )
 from pcp_passes.passes.base import VARIANTS, Note, Pass, PassContext, PassResult, Variant
-from pcp_passes.passes.coalesce_reshards import CoalesceReshards
-from pcp_passes.passes.gather_cache_writes import GatherCacheWrites
-from pcp_passes.passes.lower_reshards import LowerReshards
-from pcp_passes.passes.lower_sparse_index import LowerSparseIndex
-from pcp_passes.passes.mask_padding import MaskPadding
+from pcp_passes.passes.bodies.coalesce_reshards import CoalesceReshards
+from pcp_passes.passes.bodies.gather_cache_writes import GatherCacheWrites
+from pcp_passes.passes.bodies.lower_reshards import LowerReshards
+from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
+from pcp_passes.passes.bodies.mask_padding import MaskPadding
+from pcp_passes.passes.bodies.place_rows import PlaceRows
 from pcp_passes.passes.pipeline import Event, Observer, Pipeline, PipelineReport
-from pcp_passes.passes.place_rows import PlaceRows
-from pcp_passes.passes.step import STEP
-from pcp_passes.passes.tokens import TokenOptions, token_pipeline
+from pcp_passes.passes.steps.pipeline import STEP
+from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 
 __all__ = [
     "PASSES", "REPLICATED", "SHARDED", "SHARDED_UNPACKED", "STEP", "TOKENS", "VARIANTS", "CoalesceReshards", "Event",
@@ -57,7 +57,7 @@ REPLICATED: tuple[Pass, ...] = (
 )  # fmt: skip
 
 TOKENS: tuple[Pass, ...] = token_pipeline(TokenOptions()).passes
-"""The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens`)."""
+"""The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens.pipeline`)."""
 
 PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), *STEP)
 """Every pass, in the order the reference documents them."""

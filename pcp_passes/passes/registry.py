@@ -16,9 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pcp_passes.errors import ConfigError
 from pcp_passes.passes import REPLICATED, SHARDED, SHARDED_UNPACKED
 from pcp_passes.passes.base import Pass
-from pcp_passes.passes.lower_sparse_index import LowerSparseIndex
-from pcp_passes.passes.step import STEP
-from pcp_passes.passes.tokens import TokenOptions, token_pipeline
+from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
+from pcp_passes.passes.steps.pipeline import STEP
+from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 
 PIPELINES: dict[str, tuple[Pass, ...]] = {
     "sharded": SHARDED,

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from pcp_passes.ir import meta
-from pcp_passes.ir.lexer import Size
+from pcp_passes.ir.parsing.lexer import Size
 from pcp_passes.ir.placements import Replicate
 from pcp_passes.ir.symbols import Symbols
 from pcp_passes.speculative.contract import BodyModel, Drafter, TargetValues

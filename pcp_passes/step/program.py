@@ -29,7 +29,7 @@ from pcp_passes.ir.printer import graph_fingerprint
 from pcp_passes.paged import PagedCaches
 from pcp_passes.passes.base import PassContext, Variant
 from pcp_passes.passes.pipeline import Observer, Pipeline, PipelineReport
-from pcp_passes.passes.step import step_pipeline
+from pcp_passes.passes.steps.pipeline import step_pipeline
 from pcp_passes.simulate import simulate_segments
 from pcp_passes.speculative.contract import BodyModel, Drafter
 from pcp_passes.step.builder import StepBuilder

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pcp_passes.errors import Refusal
-from pcp_passes.passes.propagate_placements import Unknown
+from pcp_passes.passes.tokens.propagate_placements import Unknown
 from pcp_passes.zoo.check import TOLERANCE, check
 from pcp_passes.zoo.models import build, call, lengths_for, make_inputs, recipe, recipes
 from pcp_passes.zoo.sharded import MEASURED_LENGTH, MEASURED_PCP, Account, ShardedModels

@@ -21,10 +21,10 @@ from pcp_passes.frontends.torch.plan import TokenPlan
 from pcp_passes.frontends.torch.sharded import Variant
 from pcp_passes.ir import meta, rules
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.insert_reshards import InsertReshards
 from pcp_passes.passes.pipeline import Event
-from pcp_passes.passes.propagate_placements import PropagatePlacements
-from pcp_passes.passes.tokens import TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.pipeline import TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from pcp_passes.zoo.check import Ran
 from pcp_passes.zoo.models import Inputs, call, logits_of, make_inputs
 

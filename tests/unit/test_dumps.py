@@ -18,9 +18,9 @@ from pcp_passes.errors import ConfigError, DumpError
 from pcp_passes.ir import fakes
 from pcp_passes.ir.printer import CONSTANT_BYTES, graph_fingerprint, print_graph
 from pcp_passes.passes import PassContext, Pipeline
-from pcp_passes.passes.mask_padding import MaskPadding
+from pcp_passes.passes.bodies.mask_padding import MaskPadding
+from pcp_passes.passes.bodies.place_rows import PlaceRows
 from pcp_passes.passes.observers import DumpObserver
-from pcp_passes.passes.place_rows import PlaceRows
 
 pytestmark = pytest.mark.unit
 

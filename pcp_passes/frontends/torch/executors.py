@@ -23,7 +23,7 @@ from pcp_passes.errors import ConfigError, PcpError
 from pcp_passes.frontends.torch.fresh import FreshSpace, compile_in
 from pcp_passes.frontends.torch.options import Inner, TorchOptions
 from pcp_passes.frontends.torch.plan import TokenPlan
-from pcp_passes.passes.parts import split_parts
+from pcp_passes.passes.tokens.parts import split_parts
 from pcp_passes.simulate import simulate
 
 AXIS = "pcp"

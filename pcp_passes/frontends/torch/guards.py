@@ -22,7 +22,7 @@ from torch import fx
 from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.torch.capture import float_values, symbol_values
 from pcp_passes.frontends.torch.inputs import Expression, GraphInput, TokenChoice
-from pcp_passes.ir.index_algebra import Assumption, assumptions_wanted, holds, recognise
+from pcp_passes.ir.index.algebra import Assumption, assumptions_wanted, holds, recognise
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.options import Layout, Verify, unknown_choice
-from pcp_passes.passes.propagate_placements import Unknown
-from pcp_passes.passes.tokens import Outputs
+from pcp_passes.passes.tokens.pipeline import Outputs
+from pcp_passes.passes.tokens.propagate_placements import Unknown
 
 Inner = Literal["inductor", "eager"]
 

@@ -23,7 +23,7 @@ from pcp_passes.ir import fakes, meta
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.passes import Observer, PassContext
 from pcp_passes.passes.observers import DumpObserver, TimeObserver, VerifyObserver
-from pcp_passes.passes.tokens import Rewritten, TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.pipeline import Rewritten, TokenOptions, rewrite_tokens
 
 logger = logging.getLogger(__name__)
 

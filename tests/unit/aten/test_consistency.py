@@ -18,10 +18,10 @@ from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Replicate, Shard
 from pcp_passes.ir.token_markers import is_restore, is_shard
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.lower_restores import LowerRestores
-from pcp_passes.passes.normalize import Normalize
-from pcp_passes.passes.propagate_placements import PropagatePlacements
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from tests.graphs import after, given, traced
 
 pytestmark = pytest.mark.unit

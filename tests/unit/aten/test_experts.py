@@ -16,8 +16,8 @@ from tests.graphs import after as after_passes
 moe = pytest.importorskip("tests.unit.aten.moe", reason="transformers has the grouped product that runs on CPU")
 
 from pcp_passes.passes import PassContext  # noqa: E402
-from pcp_passes.passes.normalize import Normalize  # noqa: E402
-from pcp_passes.passes.propagate_placements import PropagatePlacements  # noqa: E402
+from pcp_passes.passes.tokens.normalize import Normalize  # noqa: E402
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements  # noqa: E402
 
 pytestmark = pytest.mark.unit
 DEAR = 1e-6

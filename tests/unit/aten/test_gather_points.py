@@ -20,9 +20,9 @@ from pcp_passes.aten.gather_points import Choice, choose
 from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Replicate, Shard
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.normalize import Normalize
-from pcp_passes.passes.propagate_placements import PropagatePlacements
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from tests.graphs import HINT_TOKENS, Given, Program, after, given, markers, traced, worst
 
 pytestmark = pytest.mark.unit

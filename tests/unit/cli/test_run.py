@@ -13,7 +13,7 @@ import pytest
 from pcp_passes import dumps
 from pcp_passes.errors import ConfigError, DumpError, Refusal
 from pcp_passes.ir import meta
-from pcp_passes.ir.parser import parse_graph
+from pcp_passes.ir.parsing.parser import parse_graph
 from pcp_passes.ir.symbols import symbol_hints
 from pcp_passes.passes import PASSES, SHARDED, Pass, PassContext, PassResult
 from pcp_passes.passes.registry import PIPELINES, parse_passes, pass_registry

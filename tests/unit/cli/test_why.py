@@ -11,7 +11,7 @@ import pytest
 
 from pcp_passes.cli.why import qualified
 from pcp_passes.errors import DumpError
-from pcp_passes.ir.syntax import read_statements
+from pcp_passes.ir.parsing.syntax import read_statements
 
 
 def test_a_node_that_a_pass_made_and_another_took_away(dump: Path, pcp_json: Callable[..., Any]) -> None:

@@ -52,7 +52,7 @@ def test_no_value_is_stale_after_any_pass(given: dict[str, Any]) -> None:
 
 def test_a_value_from_before_a_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage: a body call that became sharded keeps the row count of all tokens."""
-    from pcp_passes.passes import place_step as module
+    from pcp_passes.passes.steps import place_step as module
 
     original = module.place_step
 

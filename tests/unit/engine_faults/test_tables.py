@@ -50,7 +50,8 @@ def test_draft_steps_read_block_tables_in_global_order(pcp: int, monkeypatch: py
 
 def without_regather(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pcp_passes.passes.regather_block_tables.regather_block_tables", lambda graph: PassResult(0, ("sabotaged",))
+        "pcp_passes.passes.steps.regather_block_tables.regather_block_tables",
+        lambda graph: PassResult(0, ("sabotaged",)),
     )
 
 

@@ -17,7 +17,7 @@ from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import ScheduledBatch
 from pcp_passes.engine.state import DeviceState
 from pcp_passes.errors import RankMismatch
-from pcp_passes.passes import broadcast_verified as module
+from pcp_passes.passes.steps import broadcast_verified as module
 from pcp_passes.speculative.mtp import MTP
 from pcp_passes.step import StepInputs, StepProgram, ops
 from tests import steps as small

@@ -8,8 +8,8 @@ from torch import fx
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
-from pcp_passes.ir.index_algebra import analyse, assumptions_wanted, holds, recognise, unknown_source
-from pcp_passes.ir.index_values import IndexValue, Visible, visibility
+from pcp_passes.ir.index.algebra import analyse, assumptions_wanted, holds, recognise, unknown_source
+from pcp_passes.ir.index.values import IndexValue, Visible, visibility
 from tests.symbolic import captured, closed_form, outcome, wrong_elements
 
 pytestmark = pytest.mark.unit

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcp_passes.ir import index_algebra, index_moves, index_ops
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_algebra import analyse
+from pcp_passes.ir.index import algebra, moves, ops
+from pcp_passes.ir.index.algebra import analyse
 from tests.symbolic import captured, wrong_elements
 
 pytestmark = pytest.mark.unit
@@ -115,13 +115,13 @@ def test_no_closed_form_is_ever_wrong(steps: list[tuple[str, int, int, int, int]
 
 def _planted(name: str) -> tuple[str, Any]:
     if name == "le":
-        wrong = index_ops._comparison(lambda a, b: p.ge(p.combine(p.combine(b, a, -1), p.ONE)), lambda a, b: a <= b)
+        wrong = ops._comparison(lambda a, b: p.ge(p.combine(p.combine(b, a, -1), p.ONE)), lambda a, b: a <= b)
     elif name == "slice":
         wrong = lambda call: call.tensor().expr  # noqa: E731
     elif name == "floor_divide":
         wrong = lambda call: call.operand("self")  # noqa: E731
     else:
-        wrong = index_moves._triangle(False)
+        wrong = moves._triangle(False)
     return f"aten::{name}", wrong
 
 
@@ -129,7 +129,7 @@ def _planted(name: str) -> tuple[str, Any]:
     "name, step", [("le", "le"), ("slice", "every other"), ("floor_divide", "floor"), ("tril", "tril")]
 )
 def test_sabotage_a_wrong_transfer_function_is_seen(name: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(index_algebra._HANDLERS, *_planted(name))
+    monkeypatch.setitem(algebra._HANDLERS, *_planted(name))
     found = []
     for a, b in itertools.product(range(4), repeat=2):
         gm = captured(

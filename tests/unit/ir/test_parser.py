@@ -17,12 +17,12 @@ from torch import fx, nn
 from pcp_passes.collectives import bound_axis
 from pcp_passes.errors import InvariantError
 from pcp_passes.ir import fakes, invariants, meta
-from pcp_passes.ir.parser import Parsed, parse_graph
+from pcp_passes.ir.parsing.parser import Parsed, parse_graph
 from pcp_passes.ir.placements import Replicate, Shard
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.ir.revalue import type_key
 from pcp_passes.passes import REPLICATED, SHARDED, Event, PassContext, body_pipeline
-from pcp_passes.passes.tokens import TokenOptions, token_pipeline
+from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 from pcp_passes.simulate import simulate
 from tests import toy, toy_runs
 

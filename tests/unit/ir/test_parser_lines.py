@@ -12,9 +12,9 @@ from torch import fx, nn
 from pcp_passes.errors import DumpError, PcpError
 from pcp_passes.ir import fakes, invariants, rules
 from pcp_passes.ir.opaque import UnknownOp
-from pcp_passes.ir.parser import parse_graph
+from pcp_passes.ir.parsing.parser import parse_graph
+from pcp_passes.ir.parsing.syntax import read_statements
 from pcp_passes.ir.printer import print_graph
-from pcp_passes.ir.syntax import read_statements
 from pcp_passes.passes import SHARDED, PassContext
 from tests import toy_runs
 

@@ -12,11 +12,11 @@ from torch import fx
 from pcp_passes.ir import invariants
 from pcp_passes.ir.token_markers import is_restore, is_restore_many
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.coalesce_restores import CoalesceRestores
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.localize_attention import LocalizeAttention
-from pcp_passes.passes.normalize import Normalize
-from pcp_passes.passes.propagate_placements import PropagatePlacements
+from pcp_passes.passes.tokens.coalesce_restores import CoalesceRestores
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.localize_attention import LocalizeAttention
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from tests.graphs import Given, after, expected, formula, given, traced, worst
 from tests.unit.aten import models
 

@@ -14,10 +14,10 @@ from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.copies import copy_graph_module
 from pcp_passes.ir.token_markers import is_restore, is_shard
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.localize_attention import LocalizeAttention
-from pcp_passes.passes.normalize import Normalize
-from pcp_passes.passes.propagate_placements import PropagatePlacements
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.localize_attention import LocalizeAttention
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from tests.graphs import ATEN, Given, Program, after, expected, formula, given, traced, worst
 from tests.unit.aten import models
 

@@ -9,9 +9,9 @@ from torch import fx
 
 from pcp_passes.attention import attend_op
 from pcp_passes.ir import meta
-from pcp_passes.ir.index_values import Visible
+from pcp_passes.ir.index.values import Visible
 from pcp_passes.ir.printer import print_graph
-from pcp_passes.passes import localize_attention
+from pcp_passes.passes.tokens import localize_attention
 from tests.attention_programs import (
     CLOSE,
     HEADS,

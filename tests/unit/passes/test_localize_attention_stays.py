@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir.printer import print_graph
 from pcp_passes.passes import PassResult
-from pcp_passes.passes.localize_attention import LocalizeAttention
+from pcp_passes.passes.tokens.localize_attention import LocalizeAttention
 from tests.attention_programs import (
     CLOSE,
     CTX,

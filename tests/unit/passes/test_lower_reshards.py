@@ -7,7 +7,7 @@ from pcp_passes.errors import InvariantError
 from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.rules import CacheWrite, temporary_rule
 from pcp_passes.passes import SHARDED, SHARDED_UNPACKED, LowerReshards, PassContext, PlaceRows
-from pcp_passes.passes.lower_reshards import SPLIT, SQUEEZE, UNFLATTEN
+from pcp_passes.passes.bodies.lower_reshards import SPLIT, SQUEEZE, UNFLATTEN
 from pcp_passes.step.checks import OF_STEPS
 from tests import toy, toy_runs
 

@@ -12,11 +12,11 @@ from torch import fx
 from pcp_passes.collectives import is_collective
 from pcp_passes.ir import invariants, meta
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.coalesce_restores import CoalesceRestores
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.lower_restores import LowerRestores
-from pcp_passes.passes.normalize import Normalize
-from pcp_passes.passes.propagate_placements import PropagatePlacements
+from pcp_passes.passes.tokens.coalesce_restores import CoalesceRestores
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from tests.graphs import ATEN, Given, after, formula, given, markers, traced, worst
 
 pytestmark = pytest.mark.unit

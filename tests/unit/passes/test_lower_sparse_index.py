@@ -16,7 +16,7 @@ from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.ir import fakes, meta
 from pcp_passes.ir.printer import print_graph
 from pcp_passes.passes import PassContext, build_variants
-from pcp_passes.passes.lower_sparse_index import lower_sparse_index
+from pcp_passes.passes.bodies.lower_sparse_index import lower_sparse_index
 
 ROWS, HEADS, SIZE, TOPK = 12, 3, 8, 4
 Form = Callable[[torch.Tensor], torch.Tensor]

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.normalize import Normalize
+from pcp_passes.passes.tokens.normalize import Normalize
 from tests.graphs import ATEN, after, expected, formula, given, step_plan, traced
 
 pytestmark = pytest.mark.unit

@@ -12,9 +12,9 @@ from pcp_passes.errors import Refusal
 from pcp_passes.frontends.torch.capture import capture
 from pcp_passes.ir import meta
 from pcp_passes.passes import PassContext
-from pcp_passes.passes.normalize import Normalize
-from pcp_passes.passes.propagate_placements import PropagatePlacements
-from pcp_passes.passes.tokens import TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.pipeline import TokenOptions, rewrite_tokens
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
 from tests.graphs import ATEN, Given, after, given, on_ranks, rewritten, traced, with_plan, worst
 from tests.unit.frontends_torch.decoders import traced as through_dynamo
 

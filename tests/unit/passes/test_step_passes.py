@@ -11,15 +11,15 @@ from torch import fx
 from pcp_passes.errors import InvariantError
 from pcp_passes.ir.printer import print_graph
 from pcp_passes.passes import STEP, Event, PassContext
-from pcp_passes.passes.broadcast_verified import broadcast_verified
-from pcp_passes.passes.elide_boundary import ElideBoundary, elide_boundary
-from pcp_passes.passes.lower_step import LowerStep, lower_step
 from pcp_passes.passes.observers import VerifyObserver
-from pcp_passes.passes.place_step import PlaceStep, place_step
-from pcp_passes.passes.regather_block_tables import RegatherBlockTables, regather_block_tables
-from pcp_passes.passes.share_topk import share_topk
-from pcp_passes.passes.shift_draft_inputs import ShiftDraftInputs, shift_draft_inputs
-from pcp_passes.passes.sink_restores import SinkRestores, sink_restores
+from pcp_passes.passes.steps.broadcast_verified import broadcast_verified
+from pcp_passes.passes.steps.elide_boundary import ElideBoundary, elide_boundary
+from pcp_passes.passes.steps.lower_step import LowerStep, lower_step
+from pcp_passes.passes.steps.place_step import PlaceStep, place_step
+from pcp_passes.passes.steps.regather_block_tables import RegatherBlockTables, regather_block_tables
+from pcp_passes.passes.steps.share_topk import share_topk
+from pcp_passes.passes.steps.shift_draft_inputs import ShiftDraftInputs, shift_draft_inputs
+from pcp_passes.passes.steps.sink_restores import SinkRestores, sink_restores
 from pcp_passes.step import checks, ops
 from tests import steps
 

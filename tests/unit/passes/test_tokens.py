@@ -14,14 +14,14 @@ from pcp_passes.errors import ConfigError
 from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.printer import print_graph
 from pcp_passes.passes import Pass, PassContext, Pipeline
-from pcp_passes.passes.coalesce_restores import CoalesceRestores
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.lower_restores import LowerRestores
-from pcp_passes.passes.normalize import Normalize
 from pcp_passes.passes.observers import VerifyObserver
-from pcp_passes.passes.propagate_placements import PropagatePlacements
-from pcp_passes.passes.select_early import SelectEarly
-from pcp_passes.passes.tokens import TokenOptions, rewrite_tokens, token_pipeline
+from pcp_passes.passes.tokens.coalesce_restores import CoalesceRestores
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.pipeline import TokenOptions, rewrite_tokens, token_pipeline
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements
+from pcp_passes.passes.tokens.select_early import SelectEarly
 from pcp_passes.simulate import simulate
 from tests.graphs import Given, Program, after, formula, given, on_ranks, rewritten, step_plan, traced, worst
 from tests.unit.aten import models

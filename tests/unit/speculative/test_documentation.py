@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pcp_passes.options import PcpOptions
-from pcp_passes.passes.step import STEP
+from pcp_passes.passes.steps.pipeline import STEP
 from pcp_passes.step import StepProgram
 
 ROOT = Path(__file__).resolve().parents[3]

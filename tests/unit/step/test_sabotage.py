@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx
 
-from pcp_passes.passes.broadcast_verified import BroadcastVerified
-from pcp_passes.passes.regather_block_tables import RegatherBlockTables
-from pcp_passes.passes.step import STEP
+from pcp_passes.passes.steps.broadcast_verified import BroadcastVerified
+from pcp_passes.passes.steps.pipeline import STEP
+from pcp_passes.passes.steps.regather_block_tables import RegatherBlockTables
 from pcp_passes.step import StepInputs, StepPlanInputs, StepProgram, ops
 from pcp_passes.step.calls import HeadCall
 from tests import steps

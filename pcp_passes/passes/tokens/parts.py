@@ -18,7 +18,7 @@ from torch import fx
 
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.ir import meta
-from pcp_passes.passes.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from pcp_passes.ir import fakes, meta
-from pcp_passes.ir.lexer import Size
+from pcp_passes.ir.parsing.lexer import Size
 from pcp_passes.ir.symbols import Symbols
 from pcp_passes.ir.token_markers import restore_op, shard_op
 from pcp_passes.passes.base import PassContext, PassResult
-from pcp_passes.passes.step_edits import after, given, insert
+from pcp_passes.passes.steps.edits import after, given, insert
 from pcp_passes.step import ops
 from pcp_passes.step.calls import BodyCall
 from pcp_passes.step.checks import BUFFERS_IN_ORDER, OPERANDS_FIT, RESTORES_LOWERED

@@ -14,8 +14,8 @@ from pcp_passes.aten.gather_points import BALANCE, Choice
 from pcp_passes.aten.plan_inputs import plan_inputs
 from pcp_passes.ir import meta
 from pcp_passes.passes.base import Note, PassContext, PassResult, note
-from pcp_passes.passes.rank_program import RankProgram
-from pcp_passes.passes.rank_writer import write
+from pcp_passes.passes.tokens.rank_program import RankProgram
+from pcp_passes.passes.tokens.rank_writer import write
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pcp_passes.aten.picks import Pick, pick_of
 from pcp_passes.aten.plan_inputs import PlanInputs
 from pcp_passes.ir import meta
 from pcp_passes.ir.placements import Placement
-from pcp_passes.passes.propagate_placements import call_of, effective
+from pcp_passes.passes.tokens.propagate_placements import call_of, effective
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import fx
 
 from pcp_passes.collectives import all_gather_rows_op
 from pcp_passes.passes.base import PassContext, PassResult
-from pcp_passes.passes.step_edits import after, insert
+from pcp_passes.passes.steps.edits import after, insert
 from pcp_passes.step import ops
 
 

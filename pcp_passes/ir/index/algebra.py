@@ -22,10 +22,10 @@ from torch import fx
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import fakes, meta, rules
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_moves import MOVES
-from pcp_passes.ir.index_ops import POINTWISE, Call, Handler, Values, settled, sizes
-from pcp_passes.ir.index_sources import SOURCES, of_constant
-from pcp_passes.ir.index_values import IndexValue, simplify
+from pcp_passes.ir.index.moves import MOVES
+from pcp_passes.ir.index.ops import POINTWISE, Call, Handler, Values, settled, sizes
+from pcp_passes.ir.index.sources import SOURCES, of_constant
+from pcp_passes.ir.index.values import IndexValue, simplify
 from pcp_passes.ir.predicates import Unknown
 
 Assumption = str

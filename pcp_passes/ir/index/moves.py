@@ -12,8 +12,8 @@ from torch import fx
 
 from pcp_passes.ir import meta
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_ops import COUNTING, Call, Handler, condition, integer, mapped, moved
-from pcp_passes.ir.index_values import IndexValue, never_negative, simplify
+from pcp_passes.ir.index.ops import COUNTING, Call, Handler, condition, integer, mapped, moved
+from pcp_passes.ir.index.values import IndexValue, never_negative, simplify
 from pcp_passes.ir.predicates import Expr, Lin, Unknown
 
 # Views

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from pcp_passes.ir import fakes, meta, rules
-from pcp_passes.ir.index_algebra import Assumption, analyse
-from pcp_passes.ir.index_ops import Values
+from pcp_passes.ir.index.algebra import Assumption, analyse
+from pcp_passes.ir.index.ops import Values
 from pcp_passes.ir.revalue import Revalue
 from pcp_passes.passes.base import Note, PassContext, PassResult, note
-from pcp_passes.passes.match_attention import Attention, match_sdpa
-from pcp_passes.passes.match_eager import drops_nothing, match_softmax
+from pcp_passes.passes.tokens.match_attention import Attention, match_sdpa
+from pcp_passes.passes.tokens.match_eager import drops_nothing, match_softmax
 
 _ATEN: Any = torch.ops.aten
 _VIEWS = ("aten::view", "aten::_unsafe_view")
@@ -36,7 +36,7 @@ class LocalizeAttention:
     Why: a rank that holds every P-th part of the queries would still read its rows of a T x T mask, and kernels cannot
     skip what a mask hides; ``pcp::attend`` is told where its rows sit and visits only the keys they see. The mask is
     read, not guessed: what a query sees must follow from the ops that built the mask, for every T (see
-    :mod:`pcp_passes.ir.index_algebra`). Attention under any other mask stays as it is, with a note that says which
+    :mod:`pcp_passes.ir.index.algebra`). Attention under any other mask stays as it is, with a note that says which
     node is not known. The rewritten graph computes what it computed: ``positions`` is ``arange(T)``.
 
     Options: ``assume`` states what token inputs hold, as ``(placeholder, assumption)`` pairs that the caller checks at

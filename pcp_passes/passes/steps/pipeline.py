@@ -6,15 +6,15 @@ from __future__ import annotations
 from typing import Literal
 
 from pcp_passes.passes.base import Pass
-from pcp_passes.passes.broadcast_verified import BroadcastVerified
-from pcp_passes.passes.elide_boundary import ElideBoundary
-from pcp_passes.passes.lower_step import LowerStep
 from pcp_passes.passes.pipeline import Observer, Pipeline
-from pcp_passes.passes.place_step import PlaceStep
-from pcp_passes.passes.regather_block_tables import RegatherBlockTables
-from pcp_passes.passes.share_topk import ShareTopK
-from pcp_passes.passes.shift_draft_inputs import ShiftDraftInputs
-from pcp_passes.passes.sink_restores import SinkRestores
+from pcp_passes.passes.steps.broadcast_verified import BroadcastVerified
+from pcp_passes.passes.steps.elide_boundary import ElideBoundary
+from pcp_passes.passes.steps.lower_step import LowerStep
+from pcp_passes.passes.steps.place_step import PlaceStep
+from pcp_passes.passes.steps.regather_block_tables import RegatherBlockTables
+from pcp_passes.passes.steps.share_topk import ShareTopK
+from pcp_passes.passes.steps.shift_draft_inputs import ShiftDraftInputs
+from pcp_passes.passes.steps.sink_restores import SinkRestores
 from pcp_passes.step.checks import OF_STEPS, ON_STEPS
 
 STEP: tuple[Pass, ...] = (

@@ -20,7 +20,7 @@ from torch import fx
 
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_values import IndexValue
+from pcp_passes.ir.index.values import IndexValue
 from pcp_passes.ir.predicates import Expr, Lin, Unknown
 
 Values = Mapping[fx.Node, IndexValue]

@@ -10,7 +10,7 @@ from torch import fx
 
 from pcp_passes.ir.token_markers import is_restore, restore_op
 from pcp_passes.passes.base import Note, PassContext, PassResult, note
-from pcp_passes.passes.step_edits import given, insert
+from pcp_passes.passes.steps.edits import given, insert
 from pcp_passes.step import ops
 
 

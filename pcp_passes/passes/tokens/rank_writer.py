@@ -20,8 +20,8 @@ from pcp_passes.ir.places import behind
 from pcp_passes.ir.revalue import Revalue
 from pcp_passes.ir.token_markers import restore_op, shard_op
 from pcp_passes.passes.base import PassContext
-from pcp_passes.passes.propagate_placements import effective
-from pcp_passes.passes.rank_program import RankProgram
+from pcp_passes.passes.tokens.propagate_placements import effective
+from pcp_passes.passes.tokens.rank_program import RankProgram
 
 _ATEN: Any = torch.ops.aten
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pcp_passes.ir.text_types import Kind, TypeReader, Word
+from pcp_passes.ir.parsing.types import Kind, TypeReader, Word
 
 _SOURCE = re.compile(r"[^\s:]+:\d+\Z")
 

@@ -22,13 +22,13 @@ from torch import fx, nn
 
 from pcp_passes.errors import DumpError
 from pcp_passes.ir import fakes, meta, targets
-from pcp_passes.ir.lexer import Size
 from pcp_passes.ir.opaque import Layer, UnknownOp, UnknownValue, UnreadConstant
+from pcp_passes.ir.parsing.lexer import Size
+from pcp_passes.ir.parsing.syntax import Ref, Statement, read_statements
+from pcp_passes.ir.parsing.types import Absent, Kind, Named, Placed, TensorType, Word
 from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard, Tied
 from pcp_passes.ir.printer import DTYPES, constant_digest, type_text
 from pcp_passes.ir.symbols import Symbols, layer_object
-from pcp_passes.ir.syntax import Ref, Statement, read_statements
-from pcp_passes.ir.text_types import Absent, Kind, Named, Placed, TensorType, Word
 
 _DTYPES: dict[str, torch.dtype] = {text: dtype for dtype, text in DTYPES.items()}
 _DTYPES |= {name: held for name, held in vars(torch).items() if isinstance(held, torch.dtype)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pcp_passes.ir.lexer import Size, TokenReader
+from pcp_passes.ir.parsing.lexer import Size, TokenReader
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from pcp_passes.ir import fakes, meta, rules
-from pcp_passes.ir.index_ops import Values
-from pcp_passes.ir.index_values import HIDDEN, HIDDEN_HALF
-from pcp_passes.passes.match_attention import Attention, misfit, ungrouped
-from pcp_passes.passes.match_bias import Bias, head_dim, join, number_of, read_bias, read_mask
+from pcp_passes.ir.index.ops import Values
+from pcp_passes.ir.index.values import HIDDEN, HIDDEN_HALF
+from pcp_passes.passes.tokens.match_attention import Attention, misfit, ungrouped
+from pcp_passes.passes.tokens.match_bias import Bias, head_dim, join, number_of, read_bias, read_mask
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 _SAME = ("aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::detach", "aten::alias")

@@ -9,7 +9,7 @@ import torch
 
 from pcp_passes.ir import fakes
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_ops import COUNTING, Call, Handler, integer, number
+from pcp_passes.ir.index.ops import COUNTING, Call, Handler, integer, number
 from pcp_passes.ir.predicates import Expr, Unknown
 
 _MAX_ELEMENTS = 1 << 22

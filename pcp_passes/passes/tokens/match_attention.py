@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from pcp_passes.ir import fakes, meta, rules
-from pcp_passes.ir.index_ops import Values
-from pcp_passes.ir.index_values import Visible
-from pcp_passes.passes.match_bias import Bias, read_bias
+from pcp_passes.ir.index.ops import Values
+from pcp_passes.ir.index.values import Visible
+from pcp_passes.passes.tokens.match_bias import Bias, read_bias
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 _COPIES = ("aten::clone", "aten::contiguous")

@@ -15,17 +15,17 @@ from pcp_passes.aten.decision import multiple
 from pcp_passes.aten.plan_inputs import PlanInputs, add_plan_inputs
 from pcp_passes.ir import meta
 from pcp_passes.ir.copies import copy_graph, module_like
-from pcp_passes.ir.index_algebra import Assumption
+from pcp_passes.ir.index.algebra import Assumption
 from pcp_passes.ir.invariants import LOWERED, ON_TOKENS, PLACED
 from pcp_passes.passes.base import PassContext
-from pcp_passes.passes.coalesce_restores import CoalesceRestores
-from pcp_passes.passes.insert_reshards import InsertReshards
-from pcp_passes.passes.localize_attention import LocalizeAttention
-from pcp_passes.passes.lower_restores import LowerRestores
-from pcp_passes.passes.normalize import Normalize
 from pcp_passes.passes.pipeline import Observer, Pipeline, PipelineReport
-from pcp_passes.passes.propagate_placements import PropagatePlacements, Unknown
-from pcp_passes.passes.select_early import SelectEarly
+from pcp_passes.passes.tokens.coalesce_restores import CoalesceRestores
+from pcp_passes.passes.tokens.insert_reshards import InsertReshards
+from pcp_passes.passes.tokens.localize_attention import LocalizeAttention
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.normalize import Normalize
+from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements, Unknown
+from pcp_passes.passes.tokens.select_early import SelectEarly
 
 Outputs = Literal["global", "local", "last"]
 

@@ -13,9 +13,9 @@ from torch import fx
 
 from pcp_passes.ir import fakes, meta, rules
 from pcp_passes.ir import predicates as p
-from pcp_passes.ir.index_algebra import broadcast, follow, unknown_source
-from pcp_passes.ir.index_ops import Values, sizes
-from pcp_passes.ir.index_values import EVERY_KEY, HIDDEN, IndexValue, Visible, both, visibility
+from pcp_passes.ir.index.algebra import broadcast, follow, unknown_source
+from pcp_passes.ir.index.ops import Values, sizes
+from pcp_passes.ir.index.values import EVERY_KEY, HIDDEN, IndexValue, Visible, both, visibility
 
 _MOVES = frozenset(
     f"aten::{name}" for name in

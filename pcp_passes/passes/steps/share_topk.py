@@ -11,7 +11,7 @@ from torch import fx
 
 from pcp_passes.ir import fakes, meta
 from pcp_passes.passes.base import PassContext, PassResult
-from pcp_passes.passes.step_edits import given, insert
+from pcp_passes.passes.steps.edits import given, insert
 from pcp_passes.step import ops
 from pcp_passes.step.placement import body_of
 
