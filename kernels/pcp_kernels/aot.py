@@ -7,29 +7,66 @@ and spills nothing" is a test that runs on any Linux machine. Checked with Trito
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+from pcp_kernels import catalog, store
+from pcp_kernels.inspect_aot import Resources, inspect_cuda, inspect_hip
+from pcp_kernels.specs import KernelSpec
+
+__all__ = ["TARGETS", "Resources", "Target", "Unsupported", "compile_for", "compile_spec"]
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What one compiled kernel occupies."""
+class Target:
+    """An architecture to compile for."""
 
-    registers: int
-    """Per thread."""
-    spill_bytes: int
-    """Stack and local memory per thread: 0 when every value stays in a register."""
-    shared_bytes: int
-    """Shared memory per block."""
-    ptx: str
+    name: str
+    backend: str
+    arch: int | str
+    shared_limit: int
+    """Bytes of shared memory that one block may use."""
+
+    @property
+    def capability(self) -> int:
+        """Compute capability, as PyTorch reports it: key of the launch settings."""
+        return self.arch if isinstance(self.arch, int) else catalog.AMD
+
+
+TARGETS: Mapping[str, Target] = {
+    "sm_80": Target("sm_80", "cuda", 80, 163 * 1024),
+    "sm_90": Target("sm_90", "cuda", 90, 227 * 1024),
+    "sm_100": Target("sm_100", "cuda", 100, 227 * 1024),
+    "gfx942": Target("gfx942", "hip", "gfx942", 64 * 1024),
+}
+
+
+class Unsupported(RuntimeError):
+    """Triton refuses to compile the kernel for this target; the message says why."""
+
+
+def compile_spec(spec: KernelSpec, target: Target) -> Resources:
+    """Compile the generated text of ``spec``, as it stands, for ``target``.
+
+    Raises:
+        ModuleNotFoundError: without triton.
+        Unsupported: the kernel cannot be compiled for this target.
+    """
+    module = store.load(spec)
+    meta = module.META
+    try:
+        compiled = _compile(
+            module.kernel, meta["signature"], {}, meta["aligned"], target, num_warps=meta["num_warps"],
+            num_stages=meta["num_stages"], enable_fp_fusion=meta["enable_fp_fusion"],
+        )  # fmt: skip
+    except Exception as error:
+        # CompilationError, OutOfResources, PassManager failures: Triton has no common class for "not on this target".
+        if "fp8e4nv not supported" in str(error):
+            raise Unsupported("no e4m3 values") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise Unsupported(f"{type(error).__name__}: {lines[-1] if lines else error!r}") from error
+    return (inspect_hip if target.backend == "hip" else inspect_cuda)(compiled)
 
 
 def compile_for(
@@ -54,6 +91,19 @@ def compile_for(
         RuntimeError: interpreted kernel, or a cubin that ``cuobjdump`` cannot read.
         triton.CompilationError: the kernel cannot be compiled for this target.
     """
+    aligned = [name for name, kind in signature.items() if kind == "i64"]
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return inspect_cuda(_compile(kernel, signature, constants, aligned, TARGETS[f"sm_{sm}"], **options))
+
+
+def _compile(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    aligned: list[str],
+    target: Target,
+    **options: Any,
+) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -63,36 +113,12 @@ def compile_for(
             f"{kernel!r} is interpreted, so there is nothing to compile: unset TRITON_INTERPRET before importing it."
         )
     names = list(kernel.arg_names)
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or kind == "i64"]
+    divisible = [name for name, kind in signature.items() if kind.startswith("*") or name in aligned]
     source = ASTSource(
         fn=kernel,
         signature={**signature, **dict.fromkeys(constants, "constexpr")},
         constexprs=dict(constants),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    registers, stack, _, local = _usage(compiled.asm["cubin"])
-    return Resources(
-        registers=registers,
-        spill_bytes=stack + local,
-        shared_bytes=int(compiled.metadata.shared),
-        ptx=compiled.asm["ptx"],
-    )
-
-
-def _usage(cubin: bytes) -> tuple[int, int, int, int]:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        run = subprocess.run(
-            [os.fspath(tool), "-res-usage", os.fspath(path)], capture_output=True, text=True, timeout=60, check=False
-        )
-    found = _USAGE.search(run.stdout)
-    if found is None:
-        raise RuntimeError(f"cuobjdump reports no resource usage (exit {run.returncode}): {run.stdout} {run.stderr}")
-    registers, stack, shared, local = map(int, found.groups())
-    return registers, stack, shared, local
+    gpu = GPUTarget(target.backend, target.arch, 64 if target.backend == "hip" else 32)
+    return triton.compile(source, target=gpu, options=options)

@@ -12,10 +12,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from pcp_passes.cli.kernels import kernels_app
 from pcp_passes.errors import ConfigError, PcpError, Refusal
 from pcp_passes.options import unknown_choice
 
 app = typer.Typer(help="Prefill context parallelism by graph passes.", no_args_is_help=True, add_completion=False)
+app.add_typer(kernels_app, name="kernels")
 console = Console()
 
 Pcp = Annotated[int, typer.Option("--pcp", min=1, help="Ranks of the prefill-context-parallel group.")]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators ``index_topk_rows`` and ``index_topk_paged`` on CPU: schema, shapes, refusals, compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pcp_kernels.ops.topk import index_topk_paged, index_topk_rows
+from tests.interpreted import ChildError, Interpreted
+from tests.unit.kernels import topk_cases as cases
+from tests.unit.kernels.topk_cases import AMPLE, PAGE, Paged, Rows, paged_case, rows_case
+
+ROWS = rows_case("fp8", [0, 0, 40], [5, 60, 90], keys=90)
+PAGED = paged_case("fp8", [0, 0, 1], [40, 41, 0])
+
+
+@pytest.mark.parametrize("kept", ["fp8", "bf16"])
+def test_opcheck(kept: str) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if kept != "fp8":  # PyTorch cannot compare FP8 arguments before and after
+        checks.append("test_schema")
+    rows = rows_case(kept, [0, 0, 40], [5, 60, 90], keys=90)
+    pages = paged_case(kept, [0, 0, 1], [40, 41, 0])
+    torch.library.opcheck(index_topk_rows, (*rows.arguments(), AMPLE), test_utils=checks)
+    torch.library.opcheck(index_topk_paged, (*pages.arguments(), AMPLE), test_utils=checks)
+
+
+def test_results_are_those_of_the_reference() -> None:
+    assert torch.equal(index_topk_rows(*ROWS.arguments(), AMPLE), ROWS.reference())
+    assert torch.equal(index_topk_paged(*PAGED.arguments(), AMPLE), PAGED.reference())
+
+
+def test_fp64_is_scored_in_fp64() -> None:
+    """Two scores that fp32 cannot tell apart."""
+    k = torch.ones(17, 32, dtype=torch.float64)
+    k[16, 0] += 2.0**-40
+    bounds = torch.tensor([0], dtype=torch.int32), torch.tensor([17], dtype=torch.int32)
+    q, w = torch.ones(1, 2, 32, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    assert index_topk_rows(q, w, k, None, *bounds, 16, AMPLE)[0, -1] == 16
+    assert index_topk_rows(q.float(), w, k.float(), None, *bounds, 16, AMPLE)[0, -1] == 15
+
+
+def test_no_rows(interpreted: Interpreted) -> None:
+    none = replace(ROWS, q=ROWS.q[:0], w=ROWS.w[:0], ks=ROWS.ks[:0], ke=ROWS.ke[:0])
+    assert index_topk_rows(*none.arguments(), AMPLE).shape == (0, 16)
+    assert interpreted(cases.run_op, none).shape == (0, 16)
+
+
+def test_queries_and_weights_of_a_wider_product(interpreted: Interpreted) -> None:
+    """Slices: rows further apart than they are wide, and weights that are converted before the kernel reads them."""
+    case = rows_case("fp32", [0, 0, 0], [90, 60, 17], keys=90)
+    wide = torch.cat([case.q.flatten(1), case.w], dim=1)
+    half = wide.to(torch.bfloat16)
+    sliced = replace(case, q=wide[:, :128].unflatten(1, (4, 32)), w=half[:, 128:])
+    assert torch.equal(interpreted(cases.run_slices, wide, half, case), case.reference())
+    assert torch.equal(index_topk_rows(*sliced.arguments(), AMPLE), case.reference())
+
+
+def test_as_few_keys_as_are_selected(interpreted: Interpreted) -> None:
+    """No kernel runs: room for 16 keys, of which 16 are selected."""
+    few = rows_case("fp32", [0, 4, 9], [16, 9, 9], keys=16)
+    found = interpreted(cases.run_op, few)
+    assert torch.equal(found, few.reference())
+    assert found[:, :6].tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, -1], [-1] * 6]
+
+
+def test_compiles_with_any_number_of_rows() -> None:
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def select(q: torch.Tensor, w: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = index_topk_rows(q, w, ROWS.k, ROWS.k_scale, ks, ke, 16, AMPLE)
+        return found + 1
+
+    compiled = torch.compile(select, backend=backend, fullgraph=True, dynamic=True)
+    for count in (3, 2):
+        part = [tensor[:count].clone() for tensor in (ROWS.q, ROWS.w, ROWS.ks, ROWS.ke)]
+        assert torch.equal(compiled(*part), ROWS.reference()[:count] + 1)
+    assert graphs == 1
+
+
+def _rows(**change: Any) -> Callable[[], torch.Tensor]:
+    return lambda: index_topk_rows(*replace(ROWS, **change).arguments(), AMPLE)
+
+
+def _paged(**change: Any) -> Callable[[], torch.Tensor]:
+    return lambda: index_topk_paged(*replace(PAGED, **change).arguments(), AMPLE)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (_rows(q=ROWS.q.float()), r"q: found torch.float32 \[3, 4, 32\].*required float8_e4m3fn \[T, H, D\]"),
+        (_rows(q=ROWS.q.transpose(0, 1).contiguous().transpose(0, 1)), "required heads next to each other"),
+        (_rows(w=ROWS.w[:2]), r"w: found torch.float32 \[2, 4\].*required .* \[3, 4\]"),
+        (_rows(k=ROWS.k[:, :16]), r"k: found .*\[90, 16\].*\[N, 32\]"),
+        (_rows(k_scale=None), "k_scale: required with e4m3 keys"),
+        (_rows(k_scale=torch.ones(7)), r"k_scale: found torch.float32 \[7\].*required float32 \[90\]"),
+        (_rows(ke=ROWS.ke.long()), r"ke: found torch.int64 \[3\].*required int32 \[3\]"),
+        (_rows(ks=ROWS.ks[:1]), r"ks: found torch.int32 \[1\].*required int32 \[3\]"),
+        (_paged(page=32), r"cache: found torch.uint8 \[\d+, 576\].*required uint8 \[pages, 1152\]"),
+        (_paged(block_table=PAGED.block_table[0]), r"block_table: found torch.int32 .*required int32 \[R, nb\]"),
+        (_paged(row_request=PAGED.row_request.long()), "row_request: found torch.int64"),
+        (_paged(q=PAGED.q.to(torch.bfloat16)), "q: found torch.bfloat16"),
+    ],
+)
+def test_refusals(call: Callable[[], torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_pages_that_begin_between_words_are_refused() -> None:
+    cache = torch.zeros(4, PAGE * 36 + 2, dtype=torch.uint8)[:, : PAGE * 36]
+    with pytest.raises(ValueError, match="cache: found a page stride of 578 bytes; required pages that begin on 4"):
+        _paged(cache=cache)()
+
+
+def test_all_faults_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match="w: found") as error:
+        index_topk_rows(ROWS.q, ROWS.w[:2], ROWS.k, None, ROWS.ks.long(), ROWS.ke, 16, AMPLE)
+    assert all(name in str(error.value) for name in ("w: found", "k_scale: required", "ks: found"))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (replace(ROWS, topk=20), "topk: found 20; supported: multiples of 16 from 16 to 2048"),
+        (
+            replace(ROWS, q=ROWS.q[:, :3].contiguous(), w=ROWS.w[:, :3]),
+            "heads: found 3; supported: 2, 4, 8, 16, 32, 64",
+        ),
+    ],
+)
+def test_kernels_refuse_what_is_not_generated(interpreted: Interpreted, case: Rows | Paged, message: str) -> None:
+    with pytest.raises(ChildError, match=message):
+        interpreted(cases.run_op, case)
