@@ -26,6 +26,7 @@ from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import RequestOutput
+from pcp_passes.paged import PagedCaches
 from pcp_passes.passes import PassContext
 from pcp_passes.speculative.mtp import MTP
 from pcp_passes.speculative.plain import NoDrafter
@@ -72,8 +73,11 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What a run gave. ``caches``: of each rank here, by name. ``written``: slots that were, by owner (``"target"``,
-    ``"drafter"``). ``summary``: of the engine."""
+    """What a run gave.
+
+    ``caches``: of each rank here, by name, one row per slot. ``written``: slots that were, by owner (``"target"``,
+    ``"drafter"``). ``summary``: of the engine.
+    """
 
     outputs: dict[str, RequestOutput]
     caches: list[dict[str, torch.Tensor]]
@@ -107,7 +111,13 @@ class Difference:
 
 
 def make_schedule(
-    seed: int, *, max_requests: int = 6, longest: int = 200, vocab: int = VOCAB, steps: int | None = None
+    seed: int,
+    *,
+    max_requests: int = 6,
+    longest: int = 200,
+    vocab: int = VOCAB,
+    steps: int | None = None,
+    cache_dtype: str = "auto",
 ) -> Schedule:
     """A random schedule, a function of its arguments alone. ``vocab`` below 256 draws prompts of random tokens."""
     rng = random.Random(seed)
@@ -121,6 +131,7 @@ def make_schedule(
         layout=rng.choice(("zigzag", "zigzag", "contiguous")),
         decode=rng.choice(("replicate", "replicate", "owner")),
         prefix_cache=rng.random() < 0.8,
+        cache_dtype=cache_dtype,
     )
     arrivals, aborts, now = [], [], 0
     for index in range(rng.randint(3, max_requests)):
@@ -179,6 +190,12 @@ def glm_program(pcp: int, steps: int, **options: Any) -> StepProgram:
 
 
 @functools.cache
+def fp8_program(pcp: int, steps: int) -> StepProgram:
+    """The shipped model with MTP, whose bodies gather FP8 records; for options with ``cache_dtype="fp8"``."""
+    return glm_program(pcp, steps).storing("fp8")
+
+
+@functools.cache
 def small_program(pcp: int, steps: int, **options: Any) -> StepProgram:
     """The models of ``tests/steps.py``: a step takes milliseconds. Make schedules with ``vocab=small.VOCAB``."""
     return small.program(pcp, steps, **options)
@@ -197,21 +214,27 @@ class Watched(SimulatedExecutor):
     def _run(
         self, inputs: Sequence[StepInputs], plans: Sequence[StepPlanInputs]
     ) -> tuple[list[StepOutputs], CollectiveLog]:
-        held = [rank.memory.caches.tensors for rank in self.ranks]
-        before = [
-            {name: rows.clone() for name, rows in tensors.items()} if self.check_steps else {} for tensors in held
-        ]
+        before = [self._rows(rank) for rank in range(len(self.ranks))] if self.check_steps else []
         outputs, log = super()._run(inputs, plans)
         owned = owned_slots(inputs[0], outputs[0], self.steps, self.options)
         for owner, slots in owned.items():
             self.written[owner] |= slots
-        for rank, (earlier, tensors) in enumerate(zip(before, held, strict=True)):
+        for rank, earlier in enumerate(before):
+            now = self._rows(rank)
             for name, old in earlier.items():
                 other = ~owned[name.split(".")[0]]
-                assert torch.equal(old.flatten(0, 1)[other], tensors[name].flatten(0, 1)[other]), (
+                assert torch.equal(old[other], now[name][other]), (
                     f"rank {rank}: the step changed slots of {name} that it does not own"
                 )
         return outputs, log
+
+    def _rows(self, rank: int) -> dict[str, torch.Tensor]:
+        return {name: rows.clone() for name, rows in cache_rows(self.ranks[rank].memory.caches).items()}
+
+
+def cache_rows(caches: PagedCaches) -> dict[str, torch.Tensor]:
+    """The caches by name, one row per slot."""
+    return {name: caches.by_slot(name) for name in caches.tensors}
 
 
 def owned_slots(
@@ -244,7 +267,7 @@ def run_schedule(
     engine = Engine(made)
     outputs = drive(engine, schedule)
     engine.close()
-    caches = [rank.memory.caches.tensors for rank in made.ranks]
+    caches = [cache_rows(rank.memory.caches) for rank in made.ranks]
     return Trace(outputs, caches, getattr(made, "written", {}), engine.summary())
 
 
@@ -296,7 +319,7 @@ def compare(found: Trace, wanted: Trace) -> Difference:
 def _compare_cache(found: torch.Tensor, wanted: torch.Tensor, written: torch.Tensor) -> tuple[float, list[str]]:
     if found.shape != wanted.shape:
         return float("inf"), [f"shapes {list(found.shape)} and {list(wanted.shape)}"]
-    mine, other = found.flatten(0, 1), wanted.flatten(0, 1)
+    mine, other = (rows.long() if rows.dtype == torch.uint8 else rows for rows in (found, wanted))
     worst = float((mine[written] - other[written]).abs().max()) if bool(written.any()) else 0.0
     said = [] if worst <= ATOL else [f"owned rows differ by {worst:.3g}"]
     if mine[~written].any():

@@ -22,8 +22,11 @@ from torch.overrides import TorchFunctionMode
 from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.fresh import FreshSpace, fresh_space
 from pcp_passes.ir import meta
+from pcp_passes.ir.copies import copy_graph_module
+from pcp_passes.paged.records import Store
 from pcp_passes.passes import PassContext, Pipeline, build_variants
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
+from pcp_passes.passes.bodies.pack_records import PackRecords
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +57,18 @@ class Model:
     """What was captured, for messages: ``"GlmMoeDsaForCausalLM"``."""
     captured: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     """The graph that the bodies were made of, under ``""``, and others by the name of their one body."""
+    store: Store = "native"
+    """What the bodies write of a token into the caches of an MLA layer, and gather."""
 
-    def over(self, ctx: PassContext) -> Model:
-        """The same model with bodies for another number of ranks; costs a fraction of a capture."""
-        return replace(self, bodies=make_bodies(self.captured, ctx))
+    def over(self, ctx: PassContext, store: Store | None = None) -> Model:
+        """The same model with bodies for another number of ranks, or other records; a fraction of a capture."""
+        store = self.store if store is None else store
+        return replace(self, bodies=make_bodies(self.captured, ctx, store), store=store)
 
 
-def capture(module: nn.Module, example_inputs: Sequence[torch.Tensor], ctx: PassContext) -> dict[str, fx.GraphModule]:
+def capture(
+    module: nn.Module, example_inputs: Sequence[torch.Tensor], ctx: PassContext, store: Store = "native"
+) -> dict[str, fx.GraphModule]:
     """Both bodies of a module: ``{"sharded": ..., "replicated": ...}``, the same graph text on every rank.
 
     A float64 module stays float64: where it converts to float32 on its own (norms, rope, routers and indexers of
@@ -72,19 +80,24 @@ def capture(module: nn.Module, example_inputs: Sequence[torch.Tensor], ctx: Pass
         example_inputs: tensors whose first size is the same N, at least 2 and above every constant that the module
             compares it with (``index_topk``). Only dtypes and sizes are read.
         ctx: axis and size.
+        store: what a record of an MLA layer holds, see :mod:`pcp_passes.paged.records`.
 
     Raises:
         ConfigError: example inputs that do not share their first size.
         Refusal: the module cannot be captured with a symbolic row count, or mixes rows outside the paged ops.
     """
-    return make_bodies({"": prepare(module, example_inputs)}, ctx)
+    return make_bodies({"": prepare(module, example_inputs)}, ctx, store)
 
 
-def make_bodies(captured: Mapping[str, fx.GraphModule], ctx: PassContext) -> dict[str, fx.GraphModule]:
+def make_bodies(
+    captured: Mapping[str, fx.GraphModule], ctx: PassContext, store: Store = "native"
+) -> dict[str, fx.GraphModule]:
     """Both bodies of the graph named ``""``, and the replicated body, under its own name, of any other."""
     bodies: dict[str, fx.GraphModule] = {}
     for name, graph in captured.items():
-        made = build_variants(graph, ctx)
+        packed = copy_graph_module(graph)
+        Pipeline((PackRecords(store),)).run(packed, ctx)
+        made = build_variants(packed, ctx)
         bodies.update({name: made["replicated"]} if name else {str(one): body for one, body in made.items()})
     return bodies
 

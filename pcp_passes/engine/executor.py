@@ -68,7 +68,7 @@ class Executor(ABC):
         self.options, self.steps, self.device = options, steps, torch.device(device)
         self.ranks = []
         for index in ranks:
-            memory = RankState(PagedCaches(options.num_blocks, options.block_size, cache_dtype, device))
+            memory = RankState(PagedCaches(options.num_blocks, options.block_size, cache_dtype, device, options.sparse))
             # Zigzag gives a request two attention rows, so the buffer never has to move.
             memory.table_buffer(2 * options.max_requests, options.blocks_per_request(steps))
             self.ranks.append(Rank(index, DeviceState(options, steps, device), memory))

@@ -13,6 +13,8 @@ import torch
 from pcp_passes.errors import ConfigError
 from pcp_passes.layout.build import DECODES
 from pcp_passes.options import unknown_choice
+from pcp_passes.paged import SparseOptions
+from pcp_passes.sparse.backends import AUTO, BACKENDS, DEFAULT_WORKSPACE_BYTES
 
 #: The planner knows interleave too, but it makes every token an attention row of its own.
 LAYOUTS = ("zigzag", "contiguous")
@@ -58,8 +60,13 @@ class EngineOptions:
         max_requests: requests that run at a time.
         budget: tokens of a step, over all requests.
         long_prefill_threshold: tokens of one request's prefill in one step; 0 is no limit beside the budget.
-        cache_dtype: of the KV caches: ``auto`` is the model's; ``bf16``; ``fp8`` (e4m3, cast without a scale, values
-            past 448 saturate).
+        cache_dtype: of the KV caches: ``auto`` is the model's; ``bf16``; ``fp8``: latents and index keys of MLA layers
+            as records with power-of-two scales, keys and values of other layers as e4m3, cast without a scale (values
+            past 448 saturate). Records are packed before they are gathered.
+        sparse_attention: back end of attention over selected keys, one of :mod:`pcp_passes.sparse.backends`; ``auto``
+            takes the fastest that can.
+        workspace_bytes: bound on the temporaries of one selection of keys, at least 64 MiB; 256 MiB by default.
+            Results do not depend on it.
         layout: how a prefill is dealt to the ranks, ``zigzag`` or ``contiguous``.
         decode: ``replicate`` runs decodes on every rank (no collective in a pure decode step), ``owner`` on one.
         prefix_cache: reuse the blocks of equal prefixes.
@@ -79,6 +86,8 @@ class EngineOptions:
     budget: int = 256
     long_prefill_threshold: int = 0
     cache_dtype: str = "auto"
+    sparse_attention: str = AUTO
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     layout: str = "zigzag"
     decode: str = "replicate"
     prefix_cache: bool = True
@@ -97,6 +106,9 @@ class EngineOptions:
             raise ConfigError(f"long_prefill_threshold must be at least 0, found {self.long_prefill_threshold}.")
         if self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(unknown_choice("cache_dtype", self.cache_dtype, tuple(CACHE_DTYPES)))
+        if self.sparse_attention not in (AUTO, *BACKENDS):
+            raise ConfigError(unknown_choice("sparse_attention", self.sparse_attention, (AUTO, *BACKENDS)))
+        SparseOptions(self.sparse_attention, self.workspace_bytes)  # refuses a workspace that is too small
         if self.layout not in LAYOUTS:
             raise ConfigError(unknown_choice("layout", self.layout, LAYOUTS))
         if self.decode not in DECODES:
@@ -113,6 +125,11 @@ class EngineOptions:
             )
         if not 4 <= self.silence_s <= 25:
             raise ConfigError(f"silence_s must be 4 to 25 seconds (a loss is told within 30), found {self.silence_s}.")
+
+    @property
+    def sparse(self) -> SparseOptions:
+        """What the paged ops are told."""
+        return SparseOptions(self.sparse_attention, self.workspace_bytes)
 
     def blocks_per_request(self, steps: int) -> int:
         """Blocks that the longest request may hold with ``steps`` drafts.

@@ -18,6 +18,7 @@ from pcp_passes.distributed import Heartbeat, Loss, exit_process, open_store, re
 from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import CACHE_DTYPES, EngineOptions
 from pcp_passes.engine.request import ScheduledBatch
+from pcp_passes.engine.requirements import RECORDS, require_kernels
 from pcp_passes.engine.stats import StepRecord
 from pcp_passes.errors import ConfigError, RankMismatch
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class _ProgramExecutor(Executor):
-    """Shared by both: the program."""
+    """Shared by both: the program, with bodies that write what the caches hold."""
 
     def __init__(self, program: StepProgram, options: EngineOptions, ranks: Sequence[int], device: torch.device | str):
         if program.pcp != options.pcp:
@@ -40,6 +41,9 @@ class _ProgramExecutor(Executor):
                 f"the step program was built for {program.pcp} pcp ranks and EngineOptions has pcp={options.pcp}; "
                 "build both for one size."
             )
+        program = program.storing(RECORDS[options.cache_dtype])
+        bodies = [body.graph for name, body in _graphs(program) if "." in name]
+        require_kernels(bodies, options, program.target.dtype, torch.device(device))
         dtype = CACHE_DTYPES[options.cache_dtype] or program.target.dtype
         super().__init__(options, program.drafter.steps, ranks, cache_dtype=dtype, device=device)
         self.program = program

@@ -2,12 +2,14 @@
 """Paged caches and the ops that write and read them, with reference implementations for any device."""
 
 from pcp_passes.paged.ops import index_keys, index_topk, index_write, kv_attend, kv_write, mla_attend
+from pcp_passes.paged.records import pack_record, record_write
 from pcp_passes.paged.state import (
     RANK_MAJOR_SLOTS,
     REPLICATED_SLOTS,
     AttentionInputs,
     PagedCaches,
     SlotLayout,
+    SparseOptions,
     running,
 )
 
@@ -17,11 +19,14 @@ __all__ = [
     "AttentionInputs",
     "PagedCaches",
     "SlotLayout",
+    "SparseOptions",
     "index_keys",
     "index_topk",
     "index_write",
     "kv_attend",
     "kv_write",
     "mla_attend",
+    "pack_record",
+    "record_write",
     "running",
 ]

@@ -2,7 +2,7 @@
 """Reference attention over paged caches: the keys of a request are gathered, then attended by position.
 
 Correct everywhere and fast enough for tests and small models on a CPU. It reads lengths on the host, once per call of
-a body.
+a body. Attention over selected keys is handed to a back end (:mod:`pcp_passes.sparse.backends`), and reads none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from pcp_kernels.ops import index_remap
+from pcp_kernels.ops.launch import by_reference
+from pcp_kernels.reference import remap
 from pcp_passes.attention import attend
 from pcp_passes.errors import ConfigError
-from pcp_passes.paged.state import AttentionInputs
-
-_GATHERED_ELEMENTS = 1 << 23
-"""Elements of selected keys materialised at once."""
+from pcp_passes.paged.records import latent_bytes, unpacked
+from pcp_passes.paged.state import AttentionInputs, PagedCaches
+from pcp_passes.sparse.backends import sparse_mla
 
 
 def over_blocks(
@@ -59,54 +61,61 @@ def over_blocks(
 
 def absorbed(
     q: torch.Tensor,
-    latents: torch.Tensor,
-    ropes: torch.Tensor,
+    caches: PagedCaches,
+    layer: str,
     inputs: AttentionInputs,
     scale: float,
+    latent: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
     """``[N, H, L]`` of queries ``[N, H, L + R]`` over ``[latent | rope]``; see :func:`pcp_passes.paged.mla_attend`.
 
     Raises:
-        ConfigError: shapes that do not fit together.
+        ConfigError: shapes that do not fit together, or a back end that cannot serve the call.
     """
     _require_rows(q, inputs)
-    size, latent = latents.shape[1], latents.shape[3]
-    if q.shape[2] != latent + ropes.shape[3] or (indices is not None and indices.shape[0] != q.shape[0]):
-        raise ConfigError(
-            f"absorbed queries are {list(q.shape)} with {'no' if indices is None else list(indices.shape)} indices; "
-            f"required [N, H, {latent} + {ropes.shape[3]}] and one row of indices per row."
-        )
+    rope = q.shape[2] - latent
+    rows = _latent_rows(caches, layer, latent, rope)
+    if indices is not None:
+        if indices.shape[0] != q.shape[0]:
+            raise ConfigError(
+                f"{layer}: {list(indices.shape)} indices for queries {list(q.shape)}; required a row each"
+            )
+        if not inputs.seq_lens.shape[0]:
+            return q.new_zeros(q.shape[0], q.shape[1], latent)
+        to_slots = remap.index_remap if by_reference(indices) else index_remap
+        slots, _ = to_slots(indices, inputs.tables, inputs.row_request, caches.block_size)
+        slots = slots.masked_fill(inputs.visible[:, None] == 0, -1)  # padding rows, and requests without a key
+        options = caches.sparse
+        return sparse_mla(
+            q, rows, slots, scale,
+            latent=latent, rope=rope, backend=options.attention, workspace_bytes=options.workspace_bytes,
+        )  # fmt: skip
     out = q.new_zeros(q.shape[0], q.shape[1], latent)
-    for (_, start, stop, _), slots in zip(inputs.segments, inputs.key_slots(size), strict=True):
-        keys = torch.cat([_rows(latents, slots, q.dtype), _rows(ropes, slots, q.dtype)], dim=1)
-        if indices is None:
-            seen = attend(
-                q[start:stop].transpose(0, 1)[None], keys[None, None], keys[None, None, :, :latent],
-                inputs.positions[start:stop], scale=scale,
-            )[0].transpose(0, 1)  # fmt: skip
-        else:
-            seen = _over_selected(q[start:stop], keys, latent, scale, indices[start:stop])
-        out[start:stop] = seen
+    for (_, start, stop, _), slots in zip(inputs.segments, inputs.key_slots(caches.block_size), strict=True):
+        keys = unpacked(rows.index_select(0, slots), latent, rope, q.dtype)
+        out[start:stop] = attend(
+            q[start:stop].transpose(0, 1)[None], keys[None, None], keys[None, None, :, :latent],
+            inputs.positions[start:stop], scale=scale,
+        )[0].transpose(0, 1)  # fmt: skip
     return out
 
 
-def _over_selected(
-    q: torch.Tensor, keys: torch.Tensor, latent: int, scale: float, indices: torch.Tensor
-) -> torch.Tensor:
-    """Each row over its own selection of ``keys`` ``[S, L + R]``, some rows at a time."""
-    step = max(1, _GATHERED_ELEMENTS // max(1, indices.shape[1] * keys.shape[1]))
-    parts = []
-    for first in range(0, q.shape[0], step):
-        chosen = indices[first : first + step].long()
-        absent = chosen < 0
-        selected = keys[chosen.clamp(min=0)]
-        logits = torch.matmul(q[first : first + step], selected.transpose(1, 2)) * scale
-        weights = torch.softmax(logits.masked_fill(absent[:, None], float("-inf")), dim=-1)
-        # A row without any key is 0 / 0 here; its output is defined as 0.
-        weights = weights.masked_fill(absent[:, None], 0.0)
-        parts.append(torch.matmul(weights, selected[..., :latent]))
-    return torch.cat(parts)
+def _latent_rows(caches: PagedCaches, layer: str, latent: int, rope: int) -> torch.Tensor:
+    """``[slots, W]``: the records of a layer, or the two halves of a body that writes them apart, joined by a copy."""
+    if f"{layer}.k" in caches.tensors:
+        halves = [caches.read(f"{layer}.{kind}").flatten(0, 2) for kind in ("k", "v")]
+        found = [half.shape[1] for half in halves]
+        if found != [latent, rope]:
+            raise ConfigError(f"{layer}: queries are {latent} + {rope} wide, the caches {found[0]} + {found[1]}")
+        return torch.cat([half.float() if half.dtype.itemsize == 1 else half for half in halves], dim=1)
+    rows = caches.read(f"{layer}.latent").flatten(0, 2)
+    width = latent_bytes(latent, rope) if rows.dtype == torch.uint8 else latent + rope
+    if rows.shape[1] != width:
+        raise ConfigError(
+            f"{layer}: queries are {latent} + {rope} wide, which takes cache rows of {width}; found {rows.shape[1]}"
+        )
+    return rows
 
 
 def _out_of_sight(positions: torch.Tensor, left: int, chunk: int) -> int:
@@ -115,11 +124,6 @@ def _out_of_sight(positions: torch.Tensor, left: int, chunk: int) -> int:
     Chunks count from position 0, so nothing is cut there.
     """
     return 0 if left < 0 or chunk else max(int(positions.min()) - left, 0)
-
-
-def _rows(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Gathered rows of a cache with one head: ``[S, D]``."""
-    return cache.flatten(0, 2).index_select(0, slots).to(dtype)
 
 
 def _heads_first(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

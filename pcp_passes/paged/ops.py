@@ -20,8 +20,9 @@ import torch
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir.library import define
 from pcp_passes.paged import attend, index
+from pcp_passes.paged.records import write_index
 from pcp_passes.paged.rows import write_rows
-from pcp_passes.paged.state import REPLICATED_SLOTS, AttentionInputs, PagedCaches, current
+from pcp_passes.paged.state import REPLICATED_SLOTS, AttentionInputs, PagedCaches, current, require_layout
 
 KV_WRITE = "pcp::kv_write"
 KV_ATTEND = "pcp::kv_attend"
@@ -147,16 +148,6 @@ def index_keys(k: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _require_layout(op: str, layer: str, layout: str, rows: torch.Tensor, inputs: AttentionInputs) -> None:
-    if layout == inputs.slot_layout and rows.shape[0] == inputs.slots.shape[0]:
-        return
-    raise ConfigError(
-        f"{op} of {layer}: found {rows.shape[0]} {layout} rows and {inputs.slots.shape[0]} {inputs.slot_layout} slots; "
-        "required one slot per row in one layout. Run the sharded body with rank-major slots, and the replicated one "
-        "with replicated slots."
-    )
-
-
 def _write(name: str, rows: torch.Tensor, caches: PagedCaches, inputs: AttentionInputs) -> None:
     # Which rows are kept is the same in all layers, so it is found once a call.
     write_rows(rows, caches.written(name, rows), inputs.slots, name, lambda: inputs.kept)
@@ -164,7 +155,7 @@ def _write(name: str, rows: torch.Tensor, caches: PagedCaches, inputs: Attention
 
 def _kv_write(k: torch.Tensor, v: torch.Tensor, layer: str, layout: str = REPLICATED_SLOTS) -> torch.Tensor:
     caches, inputs = current(KV_WRITE)
-    _require_layout(KV_WRITE, layer, layout, k, inputs)
+    require_layout(KV_WRITE, layer, layout, k, inputs)
     _write(f"{layer}.k", k, caches, inputs)
     _write(f"{layer}.v", v, caches, inputs)
     return k.new_empty(0)
@@ -176,8 +167,8 @@ def _kv_write_fake(k: torch.Tensor, v: torch.Tensor, layer: str, layout: str = R
 
 def _index_write(k: torch.Tensor, layer: str, layout: str = REPLICATED_SLOTS) -> torch.Tensor:
     caches, inputs = current(INDEX_WRITE)
-    _require_layout(INDEX_WRITE, layer, layout, k, inputs)
-    _write(f"{layer}.index", k.unsqueeze(1), caches, inputs)
+    require_layout(INDEX_WRITE, layer, layout, k, inputs)
+    write_index(k, f"{layer}.index", caches, inputs.slots, lambda: inputs.kept)
     return k.new_empty(0)
 
 
@@ -209,10 +200,7 @@ def _mla_attend(
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     caches, inputs = current(MLA_ATTEND)
-    keys, ropes = caches.read(f"{layer}.k"), caches.read(f"{layer}.v")
-    if keys.shape[-1] != latent:
-        raise ConfigError(f"{MLA_ATTEND} of {layer}: the latent is {latent}, its cache holds {keys.shape[-1]}")
-    return attend.absorbed(q, keys, ropes, inputs, scale, indices)
+    return attend.absorbed(q, caches, layer, inputs, scale, latent, indices)
 
 
 def _mla_attend_fake(
@@ -229,7 +217,10 @@ def _mla_attend_fake(
 
 def _index_topk(q: torch.Tensor, weights: torch.Tensor, dep: torch.Tensor, layer: str, topk: int) -> torch.Tensor:
     caches, inputs = current(INDEX_TOPK)
-    return index.select(q, weights, caches.read(f"{layer}.index"), inputs, topk)
+    return index.best_keys(
+        q, weights, caches.read(f"{layer}.index"), inputs, topk,
+        page=caches.block_size, workspace_bytes=caches.sparse.workspace_bytes,
+    )  # fmt: skip
 
 
 def _index_topk_fake(q: torch.Tensor, weights: torch.Tensor, dep: torch.Tensor, layer: str, topk: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 
 from pcp_passes.errors import ConfigError, PcpError
 from pcp_passes.paged.rows import Kept, kept_rows
+from pcp_passes.sparse.backends import AUTO, DEFAULT_WORKSPACE_BYTES
 
 SlotLayout = Literal["replicated", "rank_major"]
 REPLICATED_SLOTS: SlotLayout = "replicated"
@@ -94,6 +95,30 @@ class AttentionInputs:
         return tuple(one for one in found if one[1] < one[2] and one[3] > 0)
 
     @cached_property
+    def row_request(self) -> torch.Tensor:
+        """i32 ``[N]``: attention row of each row, made on the device; any valid one on padding rows."""
+        ends = self.query_start_loc[1:].to(torch.int64).contiguous()
+        found = torch.searchsorted(ends, torch.arange(self.rows, device=ends.device), right=True)
+        return found.clamp_(max=max(self.seq_lens.shape[0] - 1, 0)).to(torch.int32)
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """i32 ``[N]``: how many keys of its request each row sees, made on the device; 0 on padding rows.
+
+        One more than its position, and never more than the request has.
+        """
+        if not self.seq_lens.shape[0]:
+            return torch.zeros(self.rows, dtype=torch.int32, device=self.positions.device)
+        held = torch.minimum(self.positions + 1, self.seq_lens.long()[self.row_request.long()])
+        padding = torch.arange(self.rows, device=held.device) >= self.query_start_loc[-1]
+        return held.masked_fill_(padding, 0).to(torch.int32)
+
+    @cached_property
+    def tables(self) -> torch.Tensor:
+        """:attr:`block_tables` as kernels take them, i32."""
+        return self.block_tables.to(torch.int32)
+
+    @cached_property
     def kept(self) -> Kept:
         """:func:`~pcp_passes.paged.rows.kept_rows` of the call."""
         return kept_rows(self.slots)
@@ -110,22 +135,58 @@ class AttentionInputs:
     def _key_slots(self) -> dict[int, tuple[torch.Tensor, ...]]:
         return {}
 
-    def _slots_of(self, row: int, keys: int, block_size: int) -> torch.Tensor:
-        blocks = -(-keys // block_size)
-        if blocks > self.block_tables.shape[1]:
+    def require_columns(self, block_size: int) -> None:
+        """Whether the block table can hold the longest request. Read on the host once: asked on CPU only.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        longest = max((keys for _, _, _, keys in self.segments), default=0)
+        if -(-longest // block_size) > self.block_tables.shape[1]:
             raise ConfigError(
-                f"a request has {keys} keys, but a row of the block table holds "
+                f"a request has {longest} keys, but a row of the block table holds "
                 f"{self.block_tables.shape[1] * block_size}. Give the block table more columns."
             )
+
+    def _slots_of(self, row: int, keys: int, block_size: int) -> torch.Tensor:
+        self.require_columns(block_size)
+        blocks = -(-keys // block_size)
         first = self.block_tables[row, :blocks].long() * block_size
         return (first[:, None] + torch.arange(block_size, device=first.device)).flatten()[:keys]
+
+
+LEAST_WORKSPACE_BYTES = 64 << 20
+"""Enough for one row of 2048 keys, 128 heads and 576 columns in float64: of published models none takes more."""
+
+
+@dataclass(frozen=True)
+class SparseOptions:
+    """How sparse attention and its indexer run.
+
+    Raises:
+        ConfigError: a workspace below 64 MiB.
+    """
+
+    attention: str = AUTO
+    """A back end of :mod:`pcp_passes.sparse.backends`."""
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    """Bound on the temporaries of one selection, or of one attention by the reference."""
+
+    def __post_init__(self) -> None:
+        if self.workspace_bytes < LEAST_WORKSPACE_BYTES:
+            raise ConfigError(
+                f"workspace_bytes must be at least 64 MiB ({LEAST_WORKSPACE_BYTES}), found {self.workspace_bytes}."
+            )
 
 
 class PagedCaches:
     """Cache tensors of one rank by name, ``[num_blocks, block_size, heads, dim]`` each.
 
-    ``"<layer>.k"`` and ``"<layer>.v"`` hold keys and values, or MLA's latent and rope key; ``"<layer>.index"`` holds
-    index keys. A tensor is allocated, as zeros, when it is first written, and keeps its address from then on.
+    ``"<layer>.k"`` and ``"<layer>.v"`` hold keys and values, ``"<layer>.latent"`` MLA's latent and rope key side by
+    side, ``"<layer>.index"`` index keys. Where the caches are FP8 the last two hold records with scales, as bytes:
+    latents ``u8[num_blocks, block_size, 1, W]``, and index keys ``u8[num_blocks, block_size * (dim + 4)]``, a page of
+    values before a page of scales. A tensor is allocated, as zeros, when it is first written, and keeps its address
+    from then on.
 
     Raises:
         ConfigError: a size below 1.
@@ -137,6 +198,7 @@ class PagedCaches:
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        sparse: SparseOptions | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"found {num_blocks} blocks of {block_size} rows; required at least one of each")
@@ -144,15 +206,37 @@ class PagedCaches:
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
+        self.sparse = sparse or SparseOptions()
         self.tensors: dict[str, torch.Tensor] = {}
 
+    @property
+    def holds_records(self) -> bool:
+        """Whether latents and index keys are FP8 records with scales."""
+        return self.dtype == torch.float8_e4m3fn
+
     def written(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor to write ``rows`` ``[n, heads, dim]`` into; made when it is not there yet."""
+        """The tensor to write ``rows`` ``[n, heads, dim]`` into; made when it is not there yet. Bytes stay bytes."""
+        dtype = torch.uint8 if rows.dtype == torch.uint8 else self.dtype
+        return self._made(name, (self.num_blocks, self.block_size, *rows.shape[1:]), dtype)
+
+    def pages(self, name: str, width: int) -> torch.Tensor:
+        """The tensor of index records of ``width`` bytes, ``u8[num_blocks, block_size * width]``; made when missing."""
+        return self._made(name, (self.num_blocks, self.block_size * width), torch.uint8)
+
+    def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         held = self.tensors.get(name)
         if held is None:
-            shape = (self.num_blocks, self.block_size, *rows.shape[1:])
-            held = self.tensors[name] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            held = self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return held
+
+    def by_slot(self, name: str) -> torch.Tensor:
+        """A tensor as one row per slot, ``[num_blocks * block_size, ...]``: a view, or a copy of index records."""
+        held = self.read(name)
+        if held.dim() > 2:
+            return held.flatten(0, 1)
+        values = held.shape[1] // self.block_size - 4
+        parts = held.split([self.block_size * values, self.block_size * 4], dim=1)
+        return torch.cat([part.unflatten(1, (self.block_size, -1)) for part in parts], dim=2).flatten(0, 1)
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that name.
@@ -197,6 +281,21 @@ def current(op: str) -> tuple[PagedCaches, AttentionInputs]:
     if _Current.call is None:
         raise PcpError(f"{op} was called outside a step: run the body inside `with running(caches, inputs):`")
     return _Current.call
+
+
+def require_layout(op: str, layer: str, layout: str, rows: torch.Tensor, inputs: AttentionInputs) -> None:
+    """Whether rows come in the layout that the slots were made in; their counts never decide.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if layout == inputs.slot_layout and rows.shape[0] == inputs.slots.shape[0]:
+        return
+    raise ConfigError(
+        f"{op} of {layer}: found {rows.shape[0]} {layout} rows and {inputs.slots.shape[0]} {inputs.slot_layout} slots; "
+        "required one slot per row in one layout. Run the sharded body with rank-major slots, and the replicated one "
+        "with replicated slots."
+    )
 
 
 def _vector(held: torch.Tensor) -> bool:

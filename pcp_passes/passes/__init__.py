@@ -24,6 +24,7 @@ from pcp_passes.passes.bodies.gather_cache_writes import GatherCacheWrites
 from pcp_passes.passes.bodies.lower_reshards import LowerReshards
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.mask_padding import MaskPadding
+from pcp_passes.passes.bodies.pack_records import PackRecords
 from pcp_passes.passes.bodies.place_rows import PlaceRows
 from pcp_passes.passes.pipeline import Event, Observer, Pipeline, PipelineReport
 from pcp_passes.passes.steps.pipeline import STEP
@@ -59,7 +60,7 @@ REPLICATED: tuple[Pass, ...] = (
 TOKENS: tuple[Pass, ...] = token_pipeline(TokenOptions()).passes
 """The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens.pipeline`)."""
 
-PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), *STEP)
+PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), PackRecords(), *STEP)
 """Every pass, in the order the reference documents them."""
 
 _BODY = frozenset({PLACED, ORDER_KNOWN, PADDING_DEFINED, LOWERED})

@@ -17,6 +17,7 @@ from pcp_passes.errors import ConfigError
 from pcp_passes.passes import REPLICATED, SHARDED, SHARDED_UNPACKED
 from pcp_passes.passes.base import Pass
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
+from pcp_passes.passes.bodies.pack_records import PackRecords
 from pcp_passes.passes.steps.pipeline import STEP
 from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 
@@ -29,7 +30,7 @@ PIPELINES: dict[str, tuple[Pass, ...]] = {
 }
 """Every pipeline that may be asked for by name."""
 
-_ALONE: tuple[type[Any], ...] = (LowerSparseIndex,)
+_ALONE: tuple[type[Any], ...] = (LowerSparseIndex, PackRecords)
 """Passes that no pipeline above runs by default."""
 
 

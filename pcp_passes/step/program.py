@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from pcp_passes.errors import ConfigError
 from pcp_passes.ir.copies import copy_graph, module_like
 from pcp_passes.ir.printer import graph_fingerprint
 from pcp_passes.paged import PagedCaches
+from pcp_passes.paged.records import Store
 from pcp_passes.passes.base import PassContext, Variant
 from pcp_passes.passes.pipeline import Observer, Pipeline, PipelineReport
 from pcp_passes.passes.steps.pipeline import step_pipeline
@@ -95,6 +96,11 @@ class StepProgram:
         _check(target, drafter, pcp, share_topk, verify_tokens)
         self.target, self.drafter, self.pcp, self.axis = target, drafter, pcp, axis
         self.share_topk, self.verify_tokens = share_topk, verify_tokens
+        self._options: dict[str, Any] = {
+            "keep_draft_logits": keep_draft_logits,
+            "optimize": optimize,
+            "observers": tuple(observers),
+        }
         built = StepBuilder(target, drafter, keep_draft_logits=keep_draft_logits).build()
         share, broadcast = share_topk == "owner", verify_tokens == "broadcast" and pcp > 1
         self.reports: dict[str, PipelineReport] = {}
@@ -110,6 +116,21 @@ class StepProgram:
         if pcp > 1:
             pipeline = step_pipeline("sharded", share, broadcast, optimize, observers=watching)
             self.sharded = rewritten("sharded", pipeline)
+
+    def storing(self, store: Store) -> StepProgram:
+        """This program with bodies that write, and gather, other records (:mod:`pcp_passes.paged.records`).
+
+        Models without a capture of their own, and those that write such records already, stay as they are.
+        """
+        ctx = PassContext(self.pcp, self.axis)
+        target, model = _storing(self.target, store, ctx), _storing(self.drafter.model, store, ctx)
+        if target is self.target and model is self.drafter.model:
+            return self
+        drafter: Any = self.drafter
+        return StepProgram(
+            target, drafter if model is drafter.model else replace(drafter, model=model), pcp=self.pcp, axis=self.axis,
+            share_topk=self.share_topk, verify_tokens=self.verify_tokens, **self._options,
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -182,6 +203,12 @@ def _values(state: RankState, inputs: StepInputs, plan: StepPlanInputs | None) -
     buffer = state.table_buffer(rows, inputs.block_table_pool.shape[1])
     values = (*input_values(inputs), buffer, state.caches)
     return values if plan is None else (*values, *plan_values(plan))
+
+
+def _storing(model: Any, store: Store, ctx: PassContext) -> Any:
+    if not getattr(model, "captured", None) or model.store == store:
+        return model
+    return model.over(ctx, store)
 
 
 def _check(target: BodyModel, drafter: Drafter, pcp: int, share_topk: str, verify_tokens: str) -> None:

@@ -81,11 +81,17 @@ def summarise(folder: Path) -> dict[str, Any]:
     return {"torch": torch.__version__, "sources": SOURCES, **kinds}
 
 
-def run_part(kind: str, seeds: Iterable[int], program_of: ProgramOf, pcps: Iterable[int] = (2, 4, 8)) -> Part:
+def run_part(
+    kind: str,
+    seeds: Iterable[int],
+    program_of: ProgramOf,
+    pcps: Iterable[int] = (2, 4, 8),
+    cache_dtype: str = "auto",
+) -> Part:
     """Run schedules at each of ``pcps`` in the simulator and compare with PCP=1; the first that differs fails."""
     part = Part(kind)
     for seed in seeds:
-        schedule = make_schedule(seed)
+        schedule = make_schedule(seed, cache_dtype=cache_dtype)
         wanted = run_schedule(schedule, 1, program_of)
         found = {pcp: _compared(schedule, pcp, program_of, wanted) for pcp in pcps}
         sharded = sum(trace.counts["sharded_steps"] for trace, _ in found.values())

@@ -15,6 +15,7 @@ from tests.engine_schedules import (
     Schedule,
     Trace,
     compare,
+    fp8_program,
     glm_program,
     make_schedule,
     run_schedule,
@@ -37,6 +38,27 @@ def test_schedules(seeds: range) -> None:
 @pytest.mark.parametrize("seed", SEEDS[::10])
 def test_a_tenth(seed: int) -> None:
     assert run_part("mtp", [seed], glm_program).numbers["comparisons"] == {"2": 1, "4": 1, "8": 1}
+
+
+FP8_SEEDS = range(2000, 2100)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seeds", chunks(FP8_SEEDS), ids=name)
+def test_schedules_over_fp8_caches(seeds: range) -> None:
+    """Latents and index keys are quantised in front of the gather: the same bytes whatever the number of ranks."""
+    part = run_part("fp8", seeds, fp8_program, (2, 4), "fp8")
+    summary = part.save(f"fp8-{name(seeds)}")
+    assert part.numbers["largest_kv_difference"] == 0
+    require_hard_cases(summary["fp8"], len(FP8_SEEDS))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("seed", FP8_SEEDS[::50])
+def test_some_over_fp8_caches(seed: int) -> None:
+    numbers = run_part("fp8", [seed], fp8_program, (2, 4), "fp8").numbers
+    assert numbers["comparisons"] == {"2": 1, "4": 1} and numbers["largest_kv_difference"] == 0
 
 
 @pytest.mark.soak

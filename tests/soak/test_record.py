@@ -50,7 +50,7 @@ def test_a_part_of_other_sources_is_left_out(tmp_path: Path, monkeypatch: pytest
 
 def test_a_schedule_that_differs_fails_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage: without the regather of block tables a part of three schedules is red, and says which one."""
-    monkeypatch.setattr(record, "make_schedule", lambda seed: make_schedule(seed, vocab=small.VOCAB))
+    monkeypatch.setattr(record, "make_schedule", lambda seed, **given: make_schedule(seed, vocab=small.VOCAB))
     assert run_part("mtp", range(3), small_program, (2, 4)).numbers["comparisons"] == {"2": 3, "4": 3}
     without_regather(monkeypatch)
 

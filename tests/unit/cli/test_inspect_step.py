@@ -10,6 +10,7 @@ import pytest
 from pcp_passes.cli.inspect_step import render_step
 from pcp_passes.inspection.sources import load_config
 from pcp_passes.inspection.step import inspect_step_config
+from tests.unit.inspection.configs import GLM
 
 pytestmark = pytest.mark.unit
 CONFIG: dict[str, Any] = {
@@ -41,6 +42,15 @@ def test_captured_layers_stand_for_all(tmp_path: Path) -> None:
     every, _ = inspect_step_config(config, pcp=2, tokens=64, steps=1, full=True)
     assert one.step == every.step and (one.captured, every.captured) == (3, 4)
     assert len(render_step(one).renderables) == len(render_step(every).renderables) + 1, "says what was captured"
+
+
+def test_a_layer_with_an_indexer_gathers_once() -> None:
+    """Latent 32, rope key 16 and, in 4 of 6 layers and the drafter's, index key 32: one record of bf16 values."""
+    found, _ = inspect_step_config({**GLM, "num_nextn_predict_layers": 1}, pcp=4, tokens=100, steps=2)
+    assert [(line.body, line.collectives, line.bytes) for line in found.step.calls] == [
+        ("target.sharded", 6, 25 * 2 * (6 * 48 + 4 * 32)), ("drafter.sharded", 1, 25 * 2 * 80),
+        ("drafter.replicated", 0, 0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

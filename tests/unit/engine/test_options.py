@@ -27,6 +27,8 @@ from tests.engine_double import ArithmeticExecutor
         ("pcp", True, "pcp must be an integer"),
         ("long_prefill_threshold", -1, "at least 0, found -1"),
         ("silence_s", 60.0, "4 to 25 seconds"),
+        ("workspace_bytes", 1 << 20, "workspace_bytes must be at least 64 MiB"),
+        ("sparse_attention", "flash", "unknown sparse_attention .flash.*accepted: .auto., .flashmla., .triton., .ref"),
     ],
 )
 def test_an_option_that_cannot_run_is_refused(field: str, value: Any, said: str) -> None:
@@ -70,6 +72,7 @@ def test_every_option_is_part_of_the_agreement() -> None:
     other: dict[str, Any] = {
         "layout": "contiguous",
         "cache_dtype": "fp8",
+        "sparse_attention": "reference",
         "decode": "owner",
         "prefix_cache": False,
         "acceptance_floor": 0.5,

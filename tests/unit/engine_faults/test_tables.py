@@ -105,7 +105,7 @@ def test_the_layout_of_slots_is_a_tag_and_never_their_count() -> None:
 def test_a_heuristic_on_the_count_would_write_into_wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage: with the heuristic in place of the tag, the same mistake is not refused, and the caches are wrong."""
     wanted = one_step(steps.program(1))
-    monkeypatch.setattr(paged_ops, "_require_layout", by_count)
+    monkeypatch.setattr(paged_ops, "require_layout", by_count)
     assert steps.difference(one_step(unexpanded(steps.program(2))), wanted) > 1e-3
 
 
