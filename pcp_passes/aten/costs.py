@@ -19,6 +19,8 @@ from pcp_passes.ir import meta, rules
 _PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::matmul", "aten::addmm", "aten::baddbmm"})
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 _ATTENTION = frozenset({"aten::scaled_dot_product_attention", "pcp::attend"})
+_SELECT = "pcp::select_keys"
+_SPARSE = frozenset({"pcp::sparse_attend", "pcp::sparse_attend_heads"})
 _FREE = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand select slice split split_with_sizes chunk unbind t alias"
     " detach flatten unflatten empty empty_like narrow".split()
@@ -43,7 +45,7 @@ def bytes_of(node: fx.Node) -> int:
 def is_product(node: fx.Node) -> bool:
     """Whether PyTorch's own counter would count the node."""
     name = rules.op_name(node)
-    known = name in _PRODUCTS or name in _GROUPED or name in _ATTENTION
+    known = name in _PRODUCTS or name in _GROUPED or name in _ATTENTION or name in _SPARSE or name == _SELECT
     return known or name in ("aten::linear", "aten::einsum") or "conv" in name
 
 
@@ -67,12 +69,24 @@ def flops_of(node: fx.Node) -> int:
         q, k, v = (tensor_of(n).shape for n in operands(node)[:3])
         pairs = math.prod(map(hint, q[:-1])) * hint(k[-2])
         return 2 * pairs * (hint(q[-1]) + hint(v[-1]))
+    if name in _SPARSE:
+        q, k, v, indices = (tensor_of(n).shape for n in operands(node)[:4])
+        kept = min(hint(indices[-1]), hint(k[-2]))
+        return 2 * math.prod(map(hint, q)) * kept + 2 * math.prod(map(hint, q[:-1])) * kept * _width(name, k, v)
+    if name == _SELECT:
+        q, k = (tensor_of(n).shape for n in operands(node)[:2])
+        return 2 * math.prod(map(hint, q[:-1])) * hint(k[-2]) * (hint(q[-1]) + 1)
     if name == "aten::einsum":
         return _einsum(node)
     if "conv" in name:
         weight = tensor_of(operands(node)[1]).shape
         return 2 * out * math.prod(map(hint, weight[1:]))
     return sum(map(elements, results))
+
+
+def _width(name: str, k: Any, v: Any) -> int:
+    """Channels of the values: those of the latent, or of ``v``."""
+    return hint(k[-1] if name == "pcp::sparse_attend" else v[-1])
 
 
 def _einsum(node: fx.Node) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Container
 import torch
 from torch import fx
 
-from pcp_passes.aten import experts, indexing, matmuls, pointwise, reductions, views
+from pcp_passes.aten import experts, indexing, matmuls, pointwise, reductions, sparse, views
 from pcp_passes.aten.decision import Call, CannotTell, Decision, Local, Mixes, Rule, argument, argument_names
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
@@ -78,6 +78,8 @@ _NAMES: tuple[tuple[Rule, str], ...] = (
 
 TABLE: dict[str, Rule] = {f"aten::{name}": rule for rule, names in _NAMES for name in names.split()}
 TABLE["pcp::attend"] = matmuls.attend
+TABLE["pcp::select_keys"] = sparse.select_keys
+TABLE["pcp::sparse_attend"] = TABLE["pcp::sparse_attend_heads"] = sparse.sparse_attend
 
 FORBIDDEN: dict[str, str] = {
     "aten::as_strided": "reads storage by strides: a restored operand has the strides of a fresh tensor",

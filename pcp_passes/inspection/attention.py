@@ -21,12 +21,14 @@ class Sight:
         left, right: keys before and after its own position; negative means all.
         chunk: only within the same chunk of positions; 0 for none.
         explicit: the mask is a tensor, and the op visits every key.
+        topk: at most so many of these keys, which an indexer selects; 0 for all.
     """
 
     left: int = -1
     right: int = -1
     chunk: int = 0
     explicit: bool = False
+    topk: int = 0
 
     def __str__(self) -> str:
         if self.explicit:
@@ -34,7 +36,8 @@ class Sight:
         text = "causal" if self.right == 0 else "all keys" if self.right < 0 else f"{self.right} keys ahead"
         if self.left >= 0:
             text += f", window of {self.left + 1}"
-        return text + (f", chunks of {self.chunk}" if self.chunk else "")
+        text += f", chunks of {self.chunk}" if self.chunk else ""
+        return text + (f", the best {self.topk:,}" if self.topk else "")
 
     @property
     def reach(self) -> int:
@@ -51,4 +54,7 @@ class Sight:
         if self.chunk:
             start = rows // self.chunk * self.chunk
             low, high = torch.maximum(low, start), torch.minimum(high, start + self.chunk - 1)
-        return [int(count) for count in (high - low + 1).sum(dim=1)]
+        counts = high - low + 1
+        if self.topk:
+            counts = counts.clamp(max=self.topk)
+        return [int(count) for count in counts.sum(dim=1)]

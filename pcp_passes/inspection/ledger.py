@@ -16,6 +16,7 @@ from pcp_passes.aten.costs import bytes_of, flops_of, hint, is_product
 from pcp_passes.aten.decision import REPLICATE, operands, tensor_of
 from pcp_passes.collectives import is_collective
 from pcp_passes.inspection.attention import Sight
+from pcp_passes.inspection.indexers import ATTENDS, SELECT, Indexer, read_indexer, selection_of
 from pcp_passes.inspection.layers import LayerStack
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import RankMajor
@@ -32,7 +33,7 @@ and unpacking of what is gathered."""
 
 _CHOOSES = ("aten::slice", "aten::select", "aten::index_select", "aten::index", "aten::narrow")
 
-_ATTENTIONS = ("pcp::attend", "aten::scaled_dot_product_attention")
+_ATTENTIONS = ("pcp::attend", "aten::scaled_dot_product_attention", *ATTENDS)
 
 _BOUNDS = (("left", -1), ("right", 0), ("chunk", 0))
 """Options of ``pcp::attend``, with their defaults."""
@@ -88,6 +89,7 @@ class Attend:
 
     Attributes:
         pair: cost of one pair of a query and a key, all heads together.
+        keys: of each query, as its cost counts them: all, or those that are selected.
         rows: number of queries of a rank.
         local: whether they are the rank's rows; else every rank runs the same ones.
     """
@@ -95,8 +97,18 @@ class Attend:
     place: Place
     sight: Sight
     pair: int
+    keys: int
     rows: int
     local: bool
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """A layer that selects keys, or attends to a selection of another layer (``full`` is false)."""
+
+    place: Place
+    full: bool
+    indexer: Indexer
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,7 @@ class Ledger:
     gathers: list[Gather] = field(default_factory=list)
     attends: list[Attend] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
+    selects: list[Selecting] = field(default_factory=list)
     live_whole: int = 0
     live: int = 0
     places: dict[str, Place] = field(default_factory=dict)
@@ -200,6 +213,7 @@ class Ledger:
                 self.gathers.append(self._gather(node, place))
             elif rules.op_name(node) in _ATTENTIONS:
                 self.attends.append(self._attend(node, place, category == "sharded"))
+            self._note_selection(node, place)
         self.live = peak_live_bytes(graph)
 
     def category(self, node: fx.Node) -> Category:
@@ -223,13 +237,27 @@ class Ledger:
 
     def _attend(self, node: fx.Node, place: Place, local: bool) -> Attend:
         q, k = (tensor_of(one).shape for one in operands(node)[:2])
-        rows = hint(q[-2])
-        pair = flops_of(node) // (rows * hint(k[-2]))
-        if rules.op_name(node) != "pcp::attend":
-            return Attend(place, Sight(explicit=True), pair, rows, local)
-        options = node.kwargs
-        left, right, chunk = (_integer(options.get(key, base)) for key, base in _BOUNDS)
-        return Attend(place, Sight(left, right, chunk), pair, rows, local)
+        rows, keys = hint(q[-2]), hint(k[-2])
+        name, options = rules.op_name(node), node.kwargs
+        if name in ATTENDS:
+            selection = selection_of(node)
+            topk = read_indexer(selection).topk if selection is not None else keys
+            keys, sight = min(keys, topk), Sight(right=0, topk=topk)
+        elif name == "pcp::attend":
+            left, right, chunk = (_integer(options.get(key, base)) for key, base in _BOUNDS)
+            sight = Sight(left, right, chunk)
+        else:
+            sight = Sight(explicit=True)
+        return Attend(place, sight, flops_of(node) // (rows * keys), keys, rows, local)
+
+    def _note_selection(self, node: fx.Node, place: Place) -> None:
+        name = rules.op_name(node)
+        if name == SELECT:
+            self.selects.append(Selecting(place, True, read_indexer(node)))
+            return
+        selection = selection_of(node) if name in ATTENDS else None
+        if selection is not None and self.place(selection)[0] != place[0]:
+            self.selects.append(Selecting(place, False, read_indexer(selection)))
 
 
 def _why_whole(node: fx.Node, reason: str | None, known: Mapping[fx.Node, Category]) -> Category:

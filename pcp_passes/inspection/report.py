@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pcp_passes.inspection.indexers import Role
 from pcp_passes.inspection.ledger import CATEGORIES, Category, Cost
 
 OUTSIDE = "outside the layers"
@@ -76,6 +77,37 @@ class AttentionLine:
     work_whole: int
     all_rank: int
     all_whole: int
+
+
+@dataclass(frozen=True)
+class IndexerLine:
+    """Layers of one kind that attend to selected keys.
+
+    Attributes:
+        role: ``full`` where the layer selects them, ``shared`` where an earlier layer has.
+        layers: their numbers in the model.
+        heads, dim, topk, rope, store: of the indexer that selects.
+        spec, file: name of its generated kernel, and the file under the root of the kernel store; empty without one.
+        why_not: why no kernel takes it.
+        gathered: bytes of index keys of a token that each rank needs, in one layer; 0 in a shared one.
+        gathered_prompt: of all tokens.
+    """
+
+    kind: str
+    times: int
+    layers: tuple[int, ...]
+    module: str
+    role: Role
+    heads: int
+    dim: int
+    topk: int
+    rope: str
+    store: str
+    spec: str
+    file: str
+    why_not: str
+    gathered: int
+    gathered_prompt: int
 
 
 @dataclass(frozen=True)
@@ -153,6 +185,7 @@ class ModelReport:
     parts: tuple[PartLine, ...]
     gathers: tuple[GatherLine, ...]
     attention: tuple[AttentionLine, ...]
+    indexers: tuple[IndexerLine, ...]
     fallbacks: tuple[FallbackLine, ...]
     choices: tuple[ChoiceLine, ...]
     memory: Memory
@@ -184,6 +217,15 @@ class ModelReport:
     def sent(self) -> int:
         """Bytes each rank contributes in one prefill."""
         return sum(line.sent * line.times for line in self.gathers)
+
+    def layers_of(self, role: Role) -> int:
+        """Layers that select keys, or that reuse a selection."""
+        return sum(line.times for line in self.indexers if line.role == role)
+
+    @property
+    def index_keys(self) -> int:
+        """Bytes of index keys that each rank needs of a token, in all layers."""
+        return sum(line.gathered * line.times for line in self.indexers)
 
     @property
     def bound(self) -> float:
@@ -221,6 +263,8 @@ class ModelReport:
             "seen": {"whole": whole, "ranks": list(ranks)},
             "collectives": self.collectives,
             "sent": self.sent,
+            "indexers": {role: self.layers_of(role) for role in ("full", "shared")},
+            "index_keys": self.index_keys,
             "imbalance": self.imbalance,
             "bound": self.bound,
             "bound_seen": self.bound_seen,

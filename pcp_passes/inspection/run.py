@@ -24,6 +24,7 @@ from pcp_passes.inspection.report import (
     ChoiceLine,
     FallbackLine,
     GatherLine,
+    IndexerLine,
     KindLine,
     Memory,
     ModelReport,
@@ -103,6 +104,7 @@ def inspect_config(
         layout=layout, outputs=outputs, tokens=tokens, rows=plan.num_rows, real_rows=plan.real, full=full,
         kinds=tuple(KindLine(k.label, k.times, k.layers[0], sizes[k.layers[0]]) for k in stack.kinds),
         parts=tuple(counted.parts()), gathers=tuple(counted.gathers()), attention=tuple(counted.attention()),
+        indexers=tuple(counted.indexers()),
         fallbacks=tuple(counted.fallbacks()), choices=tuple(counted.choices(rewritten)),
         memory=counted.memory(weights, parameters), notes=tuple(counted.notes()), seconds=clock.spent,
     )  # fmt: skip
@@ -177,8 +179,22 @@ class _Counted:
         return AttentionLine(
             kind, times, attend.place[1], str(sight), self._cached(attend), min(tokens, sight.reach or tokens),
             tuple(count * attend.pair for count in pairs), whole * attend.pair,
-            attend.rows * tokens * attend.pair, queries * tokens * attend.pair,
+            attend.rows * attend.keys * attend.pair, queries * attend.keys * attend.pair,
         )  # fmt: skip
+
+    def indexers(self) -> Iterator[IndexerLine]:
+        """One line for each captured layer that attends to selected keys, in the order of the model."""
+        for one in self._ledger.selects:
+            number, module = one.place
+            kind, times = self._times(one.place)
+            layers = self._kinds[number].layers if number is not None else ()
+            read, kernel = one.indexer, one.indexer.kernel
+            gathered = read.gathered if one.full else 0
+            yield IndexerLine(
+                kind, times, layers, module, "full" if one.full else "shared", read.heads, read.dim, read.topk,
+                read.rope, read.store, kernel.spec, kernel.file, kernel.why_not, gathered,
+                gathered * self._plan.num_tokens,
+            )  # fmt: skip
 
     def _cached(self, attend: Attend) -> int:
         """What its module gathers is what later tokens will read of a token."""

@@ -71,6 +71,7 @@ RULES: dict[str, Rule] = {
     "pcp::paged_attend": LocalQuery(query=0, output=None),
     "pcp::kv_write": CacheWrite(rows=(0, 1), layout="layout"),
     "pcp::index_write": CacheWrite(rows=(0,), layout="layout"),
+    "pcp::record_write": CacheWrite(rows=(0,), layout="layout"),
     "pcp::kv_attend": _PAGED,
     "pcp::mla_attend": _PAGED,
     "pcp::index_topk": _PAGED,

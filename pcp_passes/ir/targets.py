@@ -129,7 +129,8 @@ def _register_own_ops() -> None:
     import pcp_passes.ir.token_markers
     import pcp_passes.paged.experts
     import pcp_passes.paged.explicit
-    import pcp_passes.paged.ops  # noqa: F401
+    import pcp_passes.paged.ops
+    import pcp_passes.sparse.ops  # noqa: F401
 
 
 def _higher_order(name: str) -> Callable[..., Any]:

@@ -11,17 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from pcp_passes.ir import fakes, meta, rules
+from pcp_passes.ir import meta, rules
 from pcp_passes.ir.index.algebra import Assumption, analyse
 from pcp_passes.ir.index.ops import Values
-from pcp_passes.ir.revalue import Revalue
 from pcp_passes.passes.base import Note, PassContext, PassResult, note
 from pcp_passes.passes.tokens.match_attention import Attention, match_sdpa
 from pcp_passes.passes.tokens.match_eager import drops_nothing, match_softmax
+from pcp_passes.passes.tokens.rewriting import Maker, Positions, refresh
 
 _ATEN: Any = torch.ops.aten
-_VIEWS = ("aten::view", "aten::_unsafe_view")
-_MATCHERS: dict[str, Callable[[fx.Node, Values], Attention | str | None]] = {
+MATCHERS: dict[str, Callable[[fx.Node, Values], Attention | str | None]] = {
     "aten::scaled_dot_product_attention": match_sdpa,
     "aten::softmax": match_softmax,
     "aten::_softmax": match_softmax,
@@ -74,16 +73,16 @@ def localize_attention(graph: fx.Graph, assume: dict[str, Assumption] | None = N
     notes: list[Note | str] = []
     found: list[Attention] = []
     for node in graph.nodes:
-        match = _MATCHERS.get(rules.op_name(node))
+        match = MATCHERS.get(rules.op_name(node))
         attention = match(node, values) if match is not None else None
         if isinstance(attention, str):
             notes.append(note(f"attention stays explicit: {attention}", node))
         elif attention is not None:
             found.append(attention)
-    positions = _Positions(graph)
+    positions = Positions(graph, LocalizeAttention.name)
     replaced = {_replace(graph, attention, positions) for attention in found}
     if replaced:
-        _refresh(graph, replaced)
+        refresh(graph, replaced, LocalizeAttention.name)
         # A dropout that does nothing counts as random, and would keep the T x T weights alive.
         graph.eliminate_dead_code(lambda node: node.is_impure() and not drops_nothing(node))
     kinds = Counter(str(attention.visible) for attention in found)
@@ -91,60 +90,13 @@ def localize_attention(graph: fx.Graph, assume: dict[str, Assumption] | None = N
     return PassResult(len(found), tuple(notes) or ("no attention in the graph",))
 
 
-class _Positions:
-    """``arange(T)`` on each device, made once, in front of the first attention that needs it."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        self._made: dict[tuple[str, torch.device], fx.Node] = {}
-
-    def of(self, attention: Attention) -> fx.Node:
-        held = meta.tensor(attention.q)
-        assert held is not None
-        size = held.shape[-2]
-        key = (str(size), held.device)
-        if key not in self._made:
-            mode = fakes.fake_mode_of(held)
-            assert mode is not None, f"%{attention.q.name} has no fake value"
-            with self._graph.inserting_before(attention.node):
-                count = self._count(attention, size)
-                made = self._graph.call_function(_ATEN.arange.default, (count,), {"device": held.device})
-            meta.set_value(made, fakes.call_on_fakes(mode, _ATEN.arange.default, (size,), {"device": held.device}))
-            meta.set_created_by(made, LocalizeAttention.name)
-            self._made[key] = made
-        return self._made[key]
-
-    def _count(self, attention: Attention, size: Any) -> fx.Node:
-        """The token count from a node that holds it, or from an input: an activation will be cut to a rank's rows."""
-        for node in self._graph.nodes:
-            if node is attention.node:
-                break
-            held = meta.value(node)
-            if isinstance(held, torch.SymInt) and fakes.same_size(held, size):
-                found: fx.Node = node
-                return found
-        inputs = self._graph.find_nodes(op="placeholder")
-        for node in reversed([*inputs]):  # the plan's restore index is the last input, and is never cut
-            tensor = meta.tensor(node)
-            for dim, length in enumerate(tensor.shape if tensor is not None else ()):
-                if fakes.same_size(length, size):
-                    return self._sized(node, dim, length)
-        return self._sized(attention.q, -2, size)
-
-    def _sized(self, source: fx.Node, dim: int, size: Any) -> fx.Node:
-        made = self._graph.call_function(_ATEN.sym_size.int, (source, dim))
-        meta.set_value(made, size)
-        meta.set_created_by(made, LocalizeAttention.name)
-        return made
-
-
-def _replace(graph: fx.Graph, attention: Attention, positions: _Positions) -> fx.Node:
+def _replace(graph: fx.Graph, attention: Attention, positions: Positions) -> fx.Node:
     from pcp_passes.attention import attend_op  # an op of its own: loaded when it is used
 
     node, seen = attention.node, attention.visible
-    where = positions.of(attention)
+    where = positions.of(attention.q, -2, node)
     with graph.inserting_before(node):
-        make = _Maker(graph, node)
+        make = Maker(graph, node, LocalizeAttention.name)
         q, k, v = attention.q, attention.k, attention.v
         if attention.keys_last:
             k = make(_ATEN.transpose.int, k, -2, -1)
@@ -153,9 +105,9 @@ def _replace(graph: fx.Graph, attention: Attention, positions: _Positions) -> fx
             q, k, v = (make(_ATEN.unsqueeze.default, one, 0) for one in (q, k, v))
         options: dict[str, Any] = {"left": seen.left, "right": seen.right, "chunk": seen.chunk}
         if attention.sinks is not None:
-            options["sinks"] = make.vector(attention.sinks)
+            options["sinks"] = _vector(make, attention.sinks)
         if attention.slopes is not None:
-            slopes = make.vector(attention.slopes)
+            slopes = _vector(make, attention.slopes)
             options["slopes"] = slopes if attention.slope_factor == 1 else make(
                 _ATEN.mul.Tensor, slopes, attention.slope_factor
             )  # fmt: skip
@@ -169,45 +121,12 @@ def _replace(graph: fx.Graph, attention: Attention, positions: _Positions) -> fx
     return made
 
 
-class _Maker:
-    """Nodes with values, in the name of the attention they serve."""
-
-    def __init__(self, graph: fx.Graph, serves: fx.Node) -> None:
-        self._graph, self._serves = graph, serves
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self._graph.call_function(target, args, kwargs)
-        return meta.adopt(made, self._serves, LocalizeAttention.name)
-
-    def vector(self, node: fx.Node) -> fx.Node:
-        """One element per head, as ``[H]``."""
-        return node if _rank(node) == 1 else self(_ATEN.reshape.default, node, [-1])
+def _vector(make: Maker, node: fx.Node) -> fx.Node:
+    """One element per head, as ``[H]``."""
+    return node if _rank(node) == 1 else make(_ATEN.reshape.default, node, [-1])
 
 
 def _rank(node: fx.Node) -> int:
     held = meta.tensor(node)
     assert held is not None
     return held.dim()
-
-
-def _refresh(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """Restate values behind the replaced nodes while strides differ: ``attend`` lays out rows before heads."""
-    like = [meta.value(node) for node in changed]
-    restate = Revalue(like)
-    for node in graph.nodes:
-        if changed.isdisjoint(node.all_input_nodes) or node in changed or node.op == "output":
-            continue
-        before = _layouts(meta.value(node))
-        try:
-            restate(node)
-        except (RuntimeError, ValueError):
-            assert rules.op_name(node) in _VIEWS, f"%{node.name} does not take strides of another order"
-            node.target = _ATEN.reshape.default
-            meta.set_changed_by(node, LocalizeAttention.name)
-            restate(node)
-        if _layouts(meta.value(node)) != before:
-            changed.add(node)
-
-
-def _layouts(value: object) -> list[str]:
-    return [f"{tuple(t.shape)} {tuple(t.stride())}" for t in fakes.tensors_in(value)]

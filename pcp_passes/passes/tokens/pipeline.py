@@ -22,7 +22,9 @@ from pcp_passes.passes.pipeline import Observer, Pipeline, PipelineReport
 from pcp_passes.passes.tokens.coalesce_restores import CoalesceRestores
 from pcp_passes.passes.tokens.insert_reshards import InsertReshards
 from pcp_passes.passes.tokens.localize_attention import LocalizeAttention
+from pcp_passes.passes.tokens.lower_indexer import LowerIndexer
 from pcp_passes.passes.tokens.lower_restores import LowerRestores
+from pcp_passes.passes.tokens.lower_sparse_attention import LowerSparseAttention
 from pcp_passes.passes.tokens.normalize import Normalize
 from pcp_passes.passes.tokens.propagate_placements import PropagatePlacements, Unknown
 from pcp_passes.passes.tokens.select_early import SelectEarly
@@ -81,7 +83,9 @@ def token_pipeline(options: TokenOptions, observers: Sequence[Observer] = ()) ->
     """The passes, in order."""
     steps: list[Any] = [
         Normalize(),  # first: fewer spellings for everything that follows
-        LocalizeAttention(assume=options.assume) if options.positions else None,  # on global rows, where masks are
+        LowerIndexer(assume=options.assume) if options.positions else None,  # on global rows, where masks are
+        LowerSparseAttention(assume=options.assume) if options.positions else None,  # behind it: it reads selections
+        LocalizeAttention(assume=options.assume) if options.positions else None,  # what is left of attention
         SelectEarly(),  # on global rows: it moves ops, not placements
         PropagatePlacements(options.replicate, options.unknown),  # placements, before anything changes shape
         InsertReshards(options.balance, options.outputs),  # markers: what must move

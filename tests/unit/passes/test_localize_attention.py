@@ -303,12 +303,12 @@ def test_sabotage_of_the_positions_is_seen() -> None:
 
 def test_sabotage_of_a_reading_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matcher that reads a window one too wide gives another result."""
-    original = localize_attention._MATCHERS["aten::scaled_dot_product_attention"]
+    original = localize_attention.MATCHERS["aten::scaled_dot_product_attention"]
 
     def wider(node: fx.Node, values: Any) -> Any:
         found: Any = original(node, values)
         return replace(found, visible=replace(found.visible, left=found.visible.left + 1))
 
-    monkeypatch.setitem(localize_attention._MATCHERS, "aten::scaled_dot_product_attention", wider)
+    monkeypatch.setitem(localize_attention.MATCHERS, "aten::scaled_dot_product_attention", wider)
     gm, _ = rewritten(before, *operands(9))
     assert worst(gm, before) > 1e-2

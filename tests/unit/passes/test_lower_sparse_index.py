@@ -125,6 +125,13 @@ class _Twice(Scored):
         return best.indices + best.values.to(torch.int64)
 
 
+class _Kept(Scored):
+    """The scores are read by something else too, so the keys would still be needed."""
+
+    def select(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.topk(TOPK, dim=-1).indices + scores.isnan().sum()
+
+
 def _causal(scores: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(scores.shape[-1])
     return scores.masked_fill(rows[None, :] > rows[:, None], float("-inf"))
@@ -135,13 +142,14 @@ def _causal(scores: torch.Tensor) -> torch.Tensor:
     [
         (Scored(mask=_same), "without a mask a row would see later keys"),
         (Scored(mask=_causal), "a mask with sizes of the sequence"),
-        (Scored(mask=lambda x: x * torch.ones(1, 1, 1)), "masked_fill or by an additive mask"),
+        (Scored(mask=lambda x: x * torch.ones(1, 1, 1)), "scaled by a positive constant"),
         (Scored(relu=torch.sigmoid), "go through relu"),
         (Scored(scale=lambda x: x * -0.25), "positive constant"),
         (Scored(scale=lambda x: x * torch.ones(1)), "positive constant"),
         (_Values(), "only the indices"),
         (_Least(), "topk along the keys"),
-        (_Twice(), "one consumer"),
+        (_Twice(), "only the indices"),
+        (_Kept(), "one consumer"),
     ],
 )
 def test_another_form_is_refused(module: nn.Module, reason: str) -> None:
