@@ -14,6 +14,7 @@ FOREIGN = {
     "audio": ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
     "encoder-decoder": ("t5", "T5ForConditionalGeneration"),
     "two modules": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "dsa": ("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
 }
 
 
@@ -60,7 +61,29 @@ CASES: dict[str, Case] = {
     # Models.
     "multimodal": Case(("Qwen2Audio", "is multimodal", "text-only"), model="audio"),
     "encoder-decoder": Case(("T5", "is an encoder-decoder", "decoder-only"), model="encoder-decoder"),
-    "sparse mla": Case(("index_topk=64", "dense-attention"), {"hf_overrides": {"index_topk": 64}}, model="mla"),
+    "no indexer": Case(("index_topk=64", "needs index_n_heads"), {"hf_overrides": {"index_topk": 64}}, model="mla"),
+    "fp4 index keys": Case(
+        ("index_topk=2048", "indexer_kv_dtype='mxfp4'", "['auto', 'bf16', 'fp8']"),
+        {"attention_config": {"indexer_kv_dtype": "mxfp4"}},
+        model="dsa",
+    ),
+    "fp4 index keys on one rank": Case(
+        ("indexer_kv_dtype='mxfp4'",),
+        {"attention_config": {"indexer_kv_dtype": "mxfp4"}, "prefill_context_parallel_size": 1},
+        model="dsa",
+    ),
+    "sparse mla under check": Case(
+        ("mode='check'", "graphs of 2 ranks", "prefill_context_parallel_size to 1"),
+        options={"mode": "check"},
+        model="dsa",
+    ),
+    "fp8 latents": Case(("kv_cache_dtype='fp8", "to 'auto'"), {"kv_cache_dtype": "fp8"}, model="dsa"),
+    "sparse kv producer": Case(
+        ("index_topk=2048", "drop kv_transfer_config"),
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}},
+        model="dsa",
+    ),
+    "breakable graphs": Case(("=1 runs models without a graph", "unset it"), env={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
     # Features.
     "lora": Case(("LoRA", "drop enable_lora"), {"enable_lora": True}),
     "pooling": Case(("'pooling' runner", "runner='generate'"), {"runner": "pooling"}),
@@ -115,6 +138,7 @@ CASES: dict[str, Case] = {
     "plain": Case(),
     "kv producer": Case((), {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}}),
     "mla": Case(model="mla"),
+    "sparse mla": Case((), {"attention_config": {"indexer_kv_dtype": "fp8"}}, model="dsa"),
     "mtp": Case((), mtp(3), model="mtp"),
     "mtp replicated": Case((), mtp(1), {"drafter": "replicate", "verify_tokens": "broadcast"}, model="mtp"),
     "one of several draft modules": Case((), mtp(1), model="two modules"),
@@ -122,6 +146,9 @@ CASES: dict[str, Case] = {
     "back end by name": Case((), compilation(backend="eager")),
     "mode 3": Case((), compilation(mode=3), env=_MODE_3),
     "check on one rank": Case((), {"prefill_context_parallel_size": 1}, options={"mode": "check", "ranks": 4}),
+    "sparse mla, check on one rank": Case(
+        (), {"prefill_context_parallel_size": 1}, options={"mode": "check", "ranks": 4}, model="dsa"
+    ),
     "one rank, eager": Case((), {"prefill_context_parallel_size": 1, "enforce_eager": True}),
     "another plugin's key": Case((), key="someone_else"),
 }
@@ -151,6 +178,11 @@ ELSEWHERE = {
         {"model_config": SimpleNamespace(rswa_window=128)},
         {"model_config": SimpleNamespace(rswa_window=None)},
         ("(128)", "not supported"),
+    ),
+    "sparse_attention": (
+        {"model_config": SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=64))},
+        {"model_config": SimpleNamespace(hf_text_config=SimpleNamespace())},
+        ("index_topk=64", "on CPU only so far", "use a dense-attention model"),
     ),
     "_experts_off_cpu": (
         {"model_config": SimpleNamespace(is_moe=True, architectures=["MixtralForCausalLM"])},

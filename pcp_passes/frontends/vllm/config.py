@@ -20,6 +20,8 @@ from pcp_passes.frontends.vllm.config_drafts import (
     draft_modules,
     fast_prefill,
 )
+from pcp_passes.frontends.vllm.sparse import settings as sparse
+from pcp_passes.frontends.vllm.sparse.settings import sparse_attention
 from pcp_passes.options import PcpOptions
 
 KEY = "pcp_passes"
@@ -61,6 +63,7 @@ def prepare(args: Any) -> PcpOptions | None:
     if args.prefill_context_parallel_size > 1 or options.mode == "check":
         _refuse_arguments(args, options)
         _compile_on_cpu(args)
+        sparse.keep_graphs()
     if args.prefill_context_parallel_size > 1:
         _no_graphs_by_default(args)
     _use_our_backend(args)
@@ -85,8 +88,8 @@ def _refuse_arguments(args: Any, options: PcpOptions) -> None:
     size = args.prefill_context_parallel_size
     if options.share_topk != "off":
         raise ConfigError(
-            f"pcp_passes.share_topk={options.share_topk!r} is for sparse attention, which is not supported in vLLM "
-            "yet; set it to 'off'."
+            f"pcp_passes.share_topk={options.share_topk!r} is not supported in vLLM: there every draft step selects "
+            "its own keys; set it to 'off'."
         )
     if options.ranks is not None and options.mode != "check":
         raise ConfigError(
@@ -245,10 +248,13 @@ def validate(vllm_config: Any, options: PcpOptions) -> None:
         ConfigError: the first combination that is not supported, with what was found and what to do.
     """
     pcp = vllm_config.parallel_config.prefill_context_parallel_size
-    if options.mode == "check":
-        _require_compiled(vllm_config)
-        return
-    if pcp == 1:
+    sparse.settle(vllm_config)
+    if options.mode == "check" or pcp == 1:
+        reason = sparse.unsharded_sparse_attention(vllm_config)
+        if reason:
+            raise ConfigError(f"pcp_passes: {reason}")
+        if options.mode == "check":
+            _require_compiled(vllm_config)
         return
     for refuse in _REFUSALS:
         reason = refuse(vllm_config)
@@ -295,16 +301,6 @@ def _pipeline_parallel(config: Any) -> str | None:
 def _data_parallel(config: Any) -> str | None:
     size = config.parallel_config.data_parallel_size
     return None if size == 1 else f"data_parallel_size={size} is not supported yet; set it to 1."
-
-
-def _sparse(config: Any) -> str | None:
-    model = config.model_config.hf_text_config
-    if not hasattr(model, "index_topk"):
-        return None
-    return (
-        f"sparse MLA (DeepSeek sparse attention, index_topk={model.index_topk}) is not supported yet; "
-        "use a dense-attention model."
-    )
 
 
 def _kv_transfer(config: Any) -> str | None:
@@ -362,7 +358,7 @@ _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     draft_modules,
     draft_cache,
     draft_counts,
-    _sparse,
+    sparse_attention,
     _pipeline_parallel,
     _data_parallel,
     _kv_transfer,
@@ -394,4 +390,5 @@ def _cut_at_collectives(vllm_config: Any) -> None:
     if int(compilation.mode) != 3:
         return
     ops = list(compilation.splitting_ops or ())
-    compilation.splitting_ops = ops + [op for op in SPLITTING_OPS if op not in ops]
+    cuts = (*SPLITTING_OPS, *sparse.splitting_ops(vllm_config))
+    compilation.splitting_ops = ops + [op for op in cuts if op not in ops]

@@ -20,6 +20,7 @@ from pcp_passes.frontends.vllm import config as vllm_options
 from pcp_passes.frontends.vllm.executor import around_init_executor
 from pcp_passes.frontends.vllm.imports import after_import
 from pcp_passes.frontends.vllm.mla_cpu import keep_chunked_prefill
+from pcp_passes.frontends.vllm.sparse import install as sparse
 from pcp_passes.options import PcpOptions
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def register() -> None:
     It imports nothing of vLLM: some processes that load plugins need none of these modules.
     """
     after_import("vllm.platforms.cpu", keep_chunked_prefill)
+    after_import("vllm.platforms.cpu", sparse.offer_backend)
     after_import("vllm.v1.metrics.prometheus", _hook_registry)
     after_import("vllm.engine.arg_utils", _hook_engine_arguments)
     after_import("vllm.v1.worker.worker_base", _hook_workers)
@@ -93,6 +95,7 @@ def _around_init_device(original: Callable[..., Any], worker: Any) -> Any:
     options = vllm_options.options_of(worker.vllm_config.additional_config)
     if options is not None:
         activate(options)
+        sparse.replace_layer(worker.vllm_config)
     result = original(worker)
     if options is not None:
         from pcp_passes.frontends.vllm import metrics
