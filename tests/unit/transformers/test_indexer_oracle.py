@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comparator import compare_selected
 
 from pcp_kernels.reference import pack, prep, score, select
+from tests.comparator import compare_selected
 from tests.unit.transformers import indexers
 from tests.unit.transformers.indexers import DIM, HEADS, LENGTH, ROPE, ROPE_DIM, TOPK, Seen
 
