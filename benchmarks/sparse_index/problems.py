@@ -88,8 +88,11 @@ class Problem:
         return (self.request * self.keys.shape[1]).int()
 
     def logits(self, spec: Any, out: torch.Tensor) -> None:
-        """Scores of every row into ``out`` f32 ``[T, keys]``, one launch; past a row's keys it stays as it is."""
-        columns, dim = out.shape[1], self.q.shape[2]
+        """Scores of every row into ``out`` f32 ``[T, keys]``, one launch; past a row's keys it stays as it is.
+
+        The rows of a tile may look at contiguous keys of several requests, so the launch reaches over all of them.
+        """
+        dim = self.q.shape[2]
         shared = {
             "q_ptr": self.q, "w_ptr": self.w, "out_ptr": out, "rows": out.shape[0], "q_stride": self.q.stride(0),
             "w_stride": self.w.stride(0), "out_stride": out.stride(0), "end_ptr": self.ke,
@@ -107,7 +110,7 @@ class Problem:
                 "key_ptr": self.keys, "scale_ptr": self.scale, "start_ptr": self.first, "key_stride": dim,
                 "end_ptr": self.first + self.ke, "limit": self.keys.shape[0] * self.keys.shape[1],
             }  # fmt: skip
-        grid = (-(-out.shape[0] // spec.block_queries), -(-columns // (spec.block_keys * SPAN)))
+        grid = (-(-out.shape[0] // spec.block_queries), -(-keys["limit"] // (spec.block_keys * SPAN)))
         launching.launch(spec, grid, self.q, shared | keys)
 
     def part(self, first: int, count: int) -> Problem:

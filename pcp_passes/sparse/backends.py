@@ -8,7 +8,7 @@ Every back end computes the same thing, so the choice is of speed alone::
 =============  ============================  ================================================================
 name           runs on                       rows
 =============  ============================  ================================================================
-``flashmla``   CUDA, with ``flash_mla``      bf16 of 512 + 64 columns; heads are padded to a multiple of 64
+``flashmla``   CUDA, with ``flash_mla``      bf16 of 512 + 64 columns; up to 128 heads, padded to 64 or 128
 ``triton``     CUDA, with ``triton``         bf16, fp16, fp32, and FP8 records: the generated kernel of pcp_kernels
 ``reference``  anything                      any, float64 too
 =============  ============================  ================================================================
@@ -130,8 +130,12 @@ class Triton:
             MlaSpec(latent=request.latent, rope_dim=request.rope, store=_STORES.get(request.rows, str(request.rows)))
         except ValueError as error:
             return " ".join(str(error).split())
-        if request.dtype not in _STORES:
-            return f"queries are bf16, fp16 or fp32 in it, here {request.dtype}"
+        if request.rows != torch.uint8 and request.dtype != request.rows:
+            return f"queries have the dtype of the rows in it, here {request.dtype} and {request.rows}"
+        if request.rows == torch.uint8 and request.dtype != torch.bfloat16:
+            return f"queries over FP8 records are bf16 in it, here {request.dtype}"
+        if request.rows == torch.uint8 and torch.cuda.get_device_capability() < (8, 9):
+            return f"FP8 records take compute capability 8.9, this is {torch.cuda.get_device_capability()}"
         return ""
 
     def attend(self, call: Call) -> torch.Tensor:
@@ -153,13 +157,13 @@ class Triton:
 class FlashMLA:
     """``flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale)`` of deepseek-ai/FlashMLA.
 
-    It takes queries ``[T, 64 n, 576]``, rows ``[S, 1, 576]`` and indices i32 ``[T, 1, 128 m]``, where -1 is no row, and
-    leaves rows without any index undefined.
+    It takes queries ``[T, H, 576]`` with T at least 1 and H 64 or 128, rows ``[S, 1, 576]`` and indices i32
+    ``[T, 1, 128 m]``, where -1 is no row, and leaves rows without any index undefined.
     """
 
     name: ClassVar[str] = "flashmla"
     module: ClassVar[str] = "flash_mla"
-    heads: ClassVar[int] = 64
+    heads: ClassVar[tuple[int, ...]] = (64, 128)
     keys: ClassVar[int] = 128
     capabilities: ClassVar[tuple[int, ...]] = (9, 10)
 
@@ -170,6 +174,8 @@ class FlashMLA:
             return f"{self.module} is not installed"
         if torch.cuda.get_device_capability()[0] not in self.capabilities:
             return f"it runs on compute capability 9 and 10, this is {torch.cuda.get_device_capability()}"
+        if request.heads > max(self.heads):
+            return f"it takes at most {max(self.heads)} heads, here {request.heads}"
         if (request.latent, request.rope) != (512, 64):
             return f"rows have 512 + 64 columns in it, here {request.latent} + {request.rope}"
         if request.dtype != torch.bfloat16 or request.rows != torch.bfloat16:
@@ -178,7 +184,10 @@ class FlashMLA:
 
     def attend(self, call: Call) -> torch.Tensor:
         flash: Any = importlib.import_module(self.module)
-        heads, wanted = call.q.shape[1], -(-call.q.shape[1] // self.heads) * self.heads
+        tokens, heads, _ = call.q.shape
+        if not tokens or not call.rows.shape[0] or not call.slots.shape[1]:  # a launch of no blocks is an error
+            return call.q.new_zeros(tokens, heads, call.latent)
+        wanted = next(number for number in self.heads if number >= heads)
         q = torch.nn.functional.pad(call.q, (0, 0, 0, wanted - heads))
         keys = call.slots.shape[1]
         slots = torch.nn.functional.pad(call.slots, (0, -(-keys // self.keys) * self.keys - keys), value=-1)

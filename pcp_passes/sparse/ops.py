@@ -81,7 +81,8 @@ def _topk_rows(
         return topk_rows(q, weights, k, None, ks, ke, topk, workspace_bytes=WORKSPACE_BYTES)
     from pcp_kernels.ops.topk import index_topk_rows
 
-    found: torch.Tensor = index_topk_rows(q, weights, k, None, ks, ke, topk, WORKSPACE_BYTES)
+    rows = q.contiguous(), weights.contiguous(), k.contiguous()
+    found: torch.Tensor = index_topk_rows(*rows, None, ks, ke, topk, WORKSPACE_BYTES)
     return found
 
 

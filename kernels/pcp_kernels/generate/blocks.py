@@ -146,7 +146,7 @@ def score_strides(spec: ScoreSpec) -> dict[str, str]:
 
 
 def aligned(signature: Mapping[str, str]) -> tuple[str, ...]:
-    """Strides that the launcher makes sure are multiples of 16; a block table may have any number of columns."""
+    """Strides that are multiples of 16 as a rule; a block table may have any number of columns."""
     return tuple(name for name in signature if name.endswith("_stride") and name != "table_stride")
 
 

@@ -78,8 +78,10 @@ def generate(spec: KernelSpec, interpret: bool = False) -> str:
 def _contiguous(spec: LogitsSpec, interpret: bool) -> str:
     return stack(
         block(CONTIGUOUS_RANGE),
-        "low += tl.program_id(1) * BLOCK_KEYS * SPAN",
-        "if low < high:",
+        # Compared before it is added: low is the largest i32 where no row of the tile sees a key.
+        "skipped = tl.program_id(1) * BLOCK_KEYS * SPAN",
+        "if low < high - skipped:",
+        "    low += skipped",
         block(load_queries(spec, interpret), 1),
         block(_scan(spec, interpret, CONTIGUOUS_GATE, "(n[:, None] - start[None, :])"), 1),
     )

@@ -40,7 +40,7 @@ def generate(spec: KernelSpec, interpret: bool) -> str:
         "Sixteen heads of one row a program; slots below 0 select nothing, and a row without slots gets (0, -inf).",
         f"""
         row = tl.program_id(0).to(tl.int64)
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
         column = tl.arange(0, LATENT)
         live = (head < heads)[:, None] & (column < LATENT)[None, :]
         source = q_ptr + row * q_stride + head[:, None] * q_head_stride

@@ -105,7 +105,7 @@ def turn(rope: str, rope_dim: int, angle_row: str) -> str:
 
 
 def strides(signature: Iterable[str]) -> tuple[str, ...]:
-    """Arguments that are row strides, multiples of 16 at every size that a kernel is compiled for."""
+    """Arguments that are row strides, multiples of 16 unless rows are cut out of wider ones."""
     return tuple(name for name in signature if name.endswith("_stride"))
 
 

@@ -28,7 +28,8 @@ class Meta:
     signature: Mapping[str, str]
     """Argument -> Triton type (``"*bf16"``, ``"i64"``), in order: all arguments, since specs leave no constants."""
     aligned: Sequence[str] = ()
-    """Integer arguments that are multiples of 16, such as row strides. Pointers always are."""
+    """Integer arguments that are multiples of 16 as a rule, such as row strides: what is compiled ahead of time takes
+    them, and all pointers, for such. A launch goes by the values themselves, and compiles anew for others."""
     scratch: Sequence[str] = ()
     """Pointers through which threads of a program hand values to each other: stores and loads need a barrier."""
     fp_fusion: bool = True

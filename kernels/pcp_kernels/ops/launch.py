@@ -103,6 +103,15 @@ def capability(tensor: torch.Tensor) -> int:
     return major * 10 + minor
 
 
+def fp8_fault(faults: Faults, on: torch.Tensor, instead: str) -> None:
+    """Demand that the device of ``on`` computes with e4m3; ``instead`` says what to do without."""
+    found = capability(on)
+    faults.expect(
+        not on.is_cuda or found >= 89,
+        f"device: found compute capability {found / 10}; required 8.9 to compute with fp8: {instead}",
+    )
+
+
 def fresh(result: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
     """``result`` as an operator may return it: contiguous, and in memory of its own."""
     storage = result.untyped_storage().data_ptr()

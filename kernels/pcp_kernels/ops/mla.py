@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from pcp_kernels import catalog
-from pcp_kernels.ops.launch import FLOATS, Faults, by_reference, capability, launch, name_of
+from pcp_kernels.ops.launch import FLOATS, Faults, by_reference, capability, fp8_fault, launch, name_of
 from pcp_kernels.reference import mla as reference
 from pcp_kernels.reference.pack import latent_width
 from pcp_kernels.reference.select import DEFAULT_WORKSPACE_BYTES
@@ -129,10 +129,7 @@ def _sparse_mla_records(
     faults.tensor("slots", slots, (q.shape[0] if q.ndim else 0, "k"), (torch.int32,))
     referred = by_reference(q)
     faults.expect(referred or q.dtype == torch.bfloat16, f"q: found {q.dtype}; required bfloat16 over fp8 records")
-    faults.expect(
-        not q.is_cuda or capability(q) >= 89,
-        f"device: found compute capability {capability(q) / 10}; required 8.9 for fp8 records, so keep bf16 rows",
-    )
+    fp8_fault(faults, q, "keep bf16 rows")
     faults.check()
     if referred:
         return reference.sparse_mla_records(

@@ -23,6 +23,10 @@ WORD = 4
 SELECTORS = 2
 """Programs of the selector and of the merge that one multiprocessor runs at once: registers allow no more."""
 
+ROW_STEP = 16
+"""Rows whose scores are in the workspace at once are a multiple of it, unless all fit: no tile is cut then, and the 4
+bytes a row of bounds and requests begin at a multiple of 16 in every launch, so Triton compiles once."""
+
 MOST_RANGES = 64
 """Ranges of keys in a split; the merge of more would take longer than they save."""
 
@@ -153,4 +157,6 @@ def _tiled(shape: Shape, selector: SelectSpec, workspace_bytes: int, forced: boo
     # With fewer rows at a time the launches, each with its tail, would take longer than the fused plan.
     if rows < (1 if forced else min(shape.rows, 4 * shape.units)):
         return None
+    if ROW_STEP < rows < shape.rows:
+        rows -= rows % ROW_STEP
     return Plan("tiled", programs=programs, rows=rows, columns=columns, held_words=held)

@@ -15,7 +15,7 @@ import torch
 from pcp_kernels import catalog
 from pcp_kernels.generate.logits import SPAN
 from pcp_kernels.ops import plans
-from pcp_kernels.ops.launch import DTYPES, FLOATS, Faults, by_reference, capability, launch, name_of
+from pcp_kernels.ops.launch import DTYPES, FLOATS, Faults, by_reference, capability, fp8_fault, launch, name_of
 from pcp_kernels.ops.plans import Kind, Plan, Shape
 from pcp_kernels.reference import select as reference
 
@@ -307,4 +307,6 @@ def _check_queries(operator: str, q: torch.Tensor, w: torch.Tensor, keys: torch.
         f"q: found strides {list(q.stride())}; required heads next to each other",
     )
     faults.tensor("w", w, [*q.shape[:2]], FLOATS)
+    if keys == torch.float8_e4m3fn:
+        fp8_fault(faults, q, "keep bf16 keys")
     return faults

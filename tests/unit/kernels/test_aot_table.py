@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pcp_kernels import aot_table, catalog, inspect_aot, specs, store
+from pcp_kernels import aot, aot_table, catalog, inspect_aot, specs, store
 from pcp_kernels.aot import TARGETS, Unsupported, compile_spec
 from pcp_kernels.aot_table import Row, measure, measure_pairs, rows_of, table_json, violations, worse
 from pcp_passes.cli.kernels import BEGIN, END, kernels_app, markdown, write_table
@@ -128,6 +129,30 @@ def test_another_triton_has_slack_in_registers_and_none_in_the_rules() -> None:
     assert worse(RECORDED, [more], RECORDED["triton"]) != []
     assert worse(RECORDED, [dataclasses.replace(more, registers=more.registers + 1)], "3.6.0") != []
     assert worse(RECORDED, [dataclasses.replace(more, spills=4)], "3.6.0") != []
+
+
+def sums_over_heads(spec: specs.KernelSpec) -> list[str]:
+    """How the summands over heads lie in registers, lanes and warps on sm_90: what decides the order of a sum."""
+    module = store.load(spec)
+    meta = module.META
+    text = aot._compile(
+        module.kernel, meta["signature"], {}, meta["aligned"], TARGETS["sm_90"], num_warps=meta["num_warps"],
+        num_stages=meta["num_stages"], enable_fp_fusion=meta["enable_fp_fusion"],
+    ).asm["ttgir"]  # fmt: skip
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    found = re.findall(r"axis = 2 : i32.*?\}\) : \(tensor<([^,]*), (#\w+)>\)", text, re.DOTALL)
+    return [f"{shape} {layouts[layout]}" for shape, layout in found]
+
+
+def test_fused_tiled_and_split_plans_sum_over_heads_in_one_order() -> None:
+    """Their scores are equal bit for bit only then, and so are their selections."""
+    sizes = {"heads": 32, "arch": 90}
+    wanted = sums_over_heads(catalog.logits(**sizes))  # type: ignore[arg-type]
+    assert len(wanted) == 1
+    assert sums_over_heads(catalog.topk(topk=2048, **sizes)) == wanted  # type: ignore[arg-type]
+    assert sums_over_heads(catalog.split(topk=2048, **sizes)) == wanted  # type: ignore[arg-type]
+    other = dataclasses.replace(catalog.logits(**sizes), warps=4)  # type: ignore[arg-type]
+    assert sums_over_heads(other) not in ([], wanted)
 
 
 def test_a_kernel_that_does_not_fit_spills_in_the_measurement() -> None:

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from pcp_kernels import catalog
+from tests.interpreted import Interpreted
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "benchmarks" / "sparse_index_gpu.py"
 CPU = torch.device("cpu")
@@ -154,6 +157,22 @@ def test_a_selection_that_is_off_is_seen(parts: SimpleNamespace, layout: str) ->
     worst[-1, 0] = min(unseen, key=lambda key: float(given.scores[-1, key]))
     worst[-1] = worst[-1].sort().values
     assert "rows are wrong" in parts.problems.compare(worst, given, spec.topk)
+
+
+def scores_are_wrong(layout: str, keys: int) -> str:
+    """What the case of the scorer says in the interpreter, with more keys than one program covers."""
+    sys.path[:0] = [str(ROOT / "benchmarks")]
+    from sparse_index import cases, problems
+
+    spec = catalog.logits(heads=4, arch=catalog.INTERPRETER, dim=32, store="fp32", layout=layout, page=16)
+    case = problems.ALL["logits"](spec, cases.Inputs(CPU, 9, keys))
+    wrong: str = case.wrong(case.run())
+    return wrong
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_scores_of_a_tile_of_two_requests_are_all_computed(interpreted: Interpreted, layout: str) -> None:
+    assert interpreted(scores_are_wrong, layout, 700) == ""
 
 
 def test_what_there_is_no_time_for_is_named(parts: SimpleNamespace) -> None:

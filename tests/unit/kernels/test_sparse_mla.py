@@ -125,7 +125,7 @@ SPOILT: dict[str, dict[str, str]] = {
     "sums are not rescaled": {"sums * fade[:, None]": "sums"},
     "total is not rescaled": {"total * fade": "total"},
     "rows without slots": {"tl.where(some, total, 1.0)": "total"},
-    "heads of the first program": {"tl.program_id(1) * HEADS": "0"},
+    "heads of the first program": {"tl.program_id(1).to(tl.int64) * HEADS": "0"},
     "log of base 2": {"tl.log(whole)": "tl.log2(whole)"},
 }
 

@@ -124,6 +124,13 @@ def test_offsets_beyond_two_to_the_31(interpreted: Interpreted) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tile_of_padding_beside_rows_of_many_keys(interpreted: Interpreted, kind: Kind) -> None:
+    """More keys than one program of the scorer covers: the programs after it must see that the tile has none."""
+    case = rows_case("fp32", [0] * 8, [0, 0, 0, 0, 1100, 1200, 50, 1200], keys=1200)
+    assert torch.equal(interpreted(cases.run, case, kind), case.reference())
+
+
 def test_fp32_scores_are_those_of_the_reference_up_to_rounding(interpreted: Interpreted) -> None:
     generator = torch.Generator().manual_seed(11)
     q, w = torch.randn(8, 8, DIM, generator=generator), torch.randn(8, 8, generator=generator)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from pcp_kernels.ops import launch
 from pcp_kernels.ops.topk import index_topk_paged, index_topk_rows
 from tests.interpreted import ChildError, Interpreted
 from tests.unit.kernels import topk_cases as cases
@@ -122,6 +124,15 @@ def test_pages_that_begin_between_words_are_refused() -> None:
     cache = torch.zeros(4, PAGE * 36 + 2, dtype=torch.uint8)[:, : PAGE * 36]
     with pytest.raises(ValueError, match="cache: found a page stride of 578 bytes; required pages that begin on 4"):
         _paged(cache=cache)()
+
+
+@pytest.mark.parametrize("capability, fits", [(80, False), (86, False), (89, True), (90, True)])
+def test_fp8_is_refused_where_a_card_has_none(monkeypatch: pytest.MonkeyPatch, capability: int, fits: bool) -> None:
+    monkeypatch.setattr(launch, "capability", lambda tensor: capability)
+    faults = launch.Faults("index_topk_rows", torch.empty(1))
+    launch.fp8_fault(faults, SimpleNamespace(is_cuda=True), "keep bf16 keys")  # type: ignore[arg-type]
+    assert (faults.found == []) == fits
+    assert fits or f"compute capability {capability / 10}; required 8.9" in faults.found[0]
 
 
 def test_all_faults_are_named_at_once() -> None:

@@ -31,7 +31,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((q.clone(), kv, indices.clone(), sm_scale))
         assert q.dtype == kv.dtype == torch.bfloat16 and indices.dtype == torch.int32
         assert q.is_contiguous() and indices.is_contiguous() and kv.stride(-1) == 1
-        assert q.shape[1] % 64 == 0 and q.shape[2] == kv.shape[2] == 576 and kv.shape[1] == 1
+        assert len(q) and len(kv), "a launch of no blocks is an error"
+        assert q.shape[1] in (64, 128) and q.shape[2] == kv.shape[2] == 576 and kv.shape[1] == 1
         assert indices.shape[:2] == (q.shape[0], 1) and indices.shape[2] % 128 == 0
         valid = indices[:, 0] >= 0
         rows = kv[indices[:, 0].clamp(min=0).long(), 0].float()
@@ -106,6 +107,14 @@ def test_flashmla_gets_what_it_demands(flash: list[tuple[Any, ...]], heads: int,
     torch.testing.assert_close(found.double(), formula(q, rows, slots, 0.05, LATENT), rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("tokens, held, keys", [(0, 40, 20), (5, 0, 20), (5, 40, 0)])
+def test_flashmla_is_not_called_for_nothing(flash: list[tuple[Any, ...]], tokens: int, held: int, keys: int) -> None:
+    q, rows, slots = operands()
+    nothing = slots[:tokens, :keys] if held else torch.full_like(slots, -1)
+    found = FlashMLA().attend(Call(q[:tokens], rows[:held], nothing, 0.05, LATENT, ROPE, 1 << 20))
+    assert found.shape == (tokens, 8, LATENT) and found.dtype == torch.bfloat16 and not found.any() and not flash
+
+
 def test_the_fastest_that_can_is_taken(flash: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(BACKENDS) == ["flashmla", "triton", "reference"]
     assert choose(CUDA).name == "flashmla" and choose(CUDA, "reference").name == "reference"
@@ -113,7 +122,11 @@ def test_the_fastest_that_can_is_taken(flash: list[tuple[Any, ...]], monkeypatch
     assert choose(replace(CUDA, latent=128)).name == "triton"
     assert choose(replace(CUDA, dtype=torch.float64, rows=torch.float64)).name == "reference"
     assert choose(CPU).name == "reference"
+    assert choose(replace(CUDA, heads=128)).name == "flashmla" and choose(replace(CUDA, heads=129)).name == "triton"
+    assert choose(replace(CUDA, rows=torch.float16)).name == "reference", "the kernel multiplies one dtype"
+    assert choose(replace(CUDA, dtype=torch.float32, rows=torch.uint8)).name == "reference"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    assert choose(replace(CUDA, rows=torch.uint8)).name == "reference", "this card has no fp8 values"
     assert choose(CUDA).name == "triton" and "capability 9 and 10" in available(CUDA)["flashmla"]
     monkeypatch.setitem(sys.modules, "flash_mla", None)
 
