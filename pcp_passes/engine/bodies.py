@@ -25,6 +25,7 @@ from pcp_passes.ir import meta
 from pcp_passes.ir.copies import copy_graph_module
 from pcp_passes.paged.records import Store
 from pcp_passes.passes import PassContext, Pipeline, build_variants
+from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.pack_records import PackRecords
 
@@ -96,7 +97,7 @@ def make_bodies(
     bodies: dict[str, fx.GraphModule] = {}
     for name, graph in captured.items():
         packed = copy_graph_module(graph)
-        Pipeline((PackRecords(store),)).run(packed, ctx)
+        Pipeline((PackRecords(store), LowerIndexPrologue())).run(packed, ctx)
         made = build_variants(packed, ctx)
         bodies.update({name: made["replicated"]} if name else {str(one): body for one, body in made.items()})
     return bodies

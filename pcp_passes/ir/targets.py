@@ -32,7 +32,7 @@ from torch import fx
 from pcp_passes.ir import rules
 from pcp_passes.ir.opaque import UnknownOp
 
-NAMESPACES = frozenset({"aten", "pcp", "prims", "transformers", "vllm", "_c10d_functional"})
+NAMESPACES = frozenset({"aten", "pcp", "pcp_kernels", "prims", "transformers", "vllm", "_c10d_functional"})
 """Namespaces of the dispatcher that may be read, beside those of ops with a rule."""
 
 _LISTED: tuple[tuple[ModuleType, str], ...] = (
@@ -106,7 +106,7 @@ def is_tensor_method(name: str) -> bool:
 
 
 def _registered(namespace: str, name: str, overload: str) -> Callable[..., Any]:
-    if namespace == "pcp":
+    if namespace in ("pcp", "pcp_kernels"):
         _register_own_ops()
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):

@@ -26,12 +26,13 @@ def best_keys(
     """i32 ``[N, topk]``; see :func:`pcp_passes.paged.index_topk`.
 
     Args:
+        q: over records, FP8 too: prepared by ``pcp_kernels.index_prep``, with their scales in the weights.
         cache: ``[blocks, page, 1, D]``, or records ``u8[blocks, page * (D + 4)]``. Queries are rounded as its keys
             are; for records per row and head.
         workspace_bytes: bound on temporaries.
 
     Raises:
-        ConfigError: shapes that do not fit together.
+        ConfigError: shapes that do not fit together, or prepared queries for a cache of another dtype.
     """
     records = cache.dtype == torch.uint8
     width = cache.shape[1] // page - 4 if records else cache.shape[3]
@@ -40,13 +41,19 @@ def best_keys(
             f"found index queries {list(q.shape)}, weights {list(weights.shape)} and an index cache "
             f"{list(cache.shape)} for {inputs.rows} rows; required [N, Hi, {width}] and [N, Hi] of one row count."
         )
+    prepared = q.dtype == torch.float8_e4m3fn
+    if prepared and not records:
+        raise ConfigError(
+            f"found FP8 queries for index keys of {cache.dtype}; required FP8 records. Make the bodies for the caches' "
+            "dtype."
+        )
     if not inputs.seq_lens.shape[0] or not inputs.rows:
         return torch.full((inputs.rows, topk), -1, dtype=torch.int32, device=q.device)
     if q.device.type == "cpu":
         inputs.require_columns(page)
-    if records:
+    if records and not prepared:
         q, weights = index_prep(q.contiguous(), weights.contiguous(), rope="none", store="fp8")
-    else:
+    elif not records:
         q, cache = q.to(cache.dtype), cache.flatten(2)
     where = inputs.tables, inputs.row_request, inputs.visible, topk, page
     if by_reference(q, cache):  # the op does the same after some 50 us of dispatch, which a decode step would notice

@@ -21,6 +21,7 @@ from pcp_passes.ir.invariants import (
 from pcp_passes.passes.base import VARIANTS, Note, Pass, PassContext, PassResult, Variant
 from pcp_passes.passes.bodies.coalesce_reshards import CoalesceReshards
 from pcp_passes.passes.bodies.gather_cache_writes import GatherCacheWrites
+from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_reshards import LowerReshards
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.mask_padding import MaskPadding
@@ -60,7 +61,7 @@ REPLICATED: tuple[Pass, ...] = (
 TOKENS: tuple[Pass, ...] = token_pipeline(TokenOptions()).passes
 """The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens.pipeline`)."""
 
-PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), PackRecords(), *STEP)
+PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), PackRecords(), LowerIndexPrologue(), *STEP)
 """Every pass, in the order the reference documents them."""
 
 _BODY = frozenset({PLACED, ORDER_KNOWN, PADDING_DEFINED, LOWERED})

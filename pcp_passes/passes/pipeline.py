@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from torch import fx
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import invariants
 from pcp_passes.passes.base import Pass, PassContext, PassResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Pipeline:
             result = step.run(graph, ctx)
             seconds = time.perf_counter() - began
             assert result.rewrites or result.notes, f"{step.name} did nothing and gave no reason"
+            # The report carries the notes too, but not every caller keeps one.
+            logger.debug("%s: %d rewrites; %s", step.name, result.rewrites, "; ".join(map(str, result.notes)))
             standing = ((standing - step.breaks) | step.establishes) | self.always
             results.append((step.name, result))
             self._tell(Event(index, step.name, graph, ctx, standing, result, seconds, index == len(self.passes)))

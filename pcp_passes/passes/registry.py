@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pcp_passes.errors import ConfigError
 from pcp_passes.passes import REPLICATED, SHARDED, SHARDED_UNPACKED
 from pcp_passes.passes.base import Pass
+from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.pack_records import PackRecords
 from pcp_passes.passes.steps.pipeline import STEP
@@ -30,7 +31,7 @@ PIPELINES: dict[str, tuple[Pass, ...]] = {
 }
 """Every pipeline that may be asked for by name."""
 
-_ALONE: tuple[type[Any], ...] = (LowerSparseIndex, PackRecords)
+_ALONE: tuple[type[Any], ...] = (LowerSparseIndex, PackRecords, LowerIndexPrologue)
 """Passes that no pipeline above runs by default."""
 
 

@@ -11,15 +11,17 @@ from torch import nn
 
 from pcp_passes import paged
 from pcp_passes.collectives import is_collective
+from pcp_passes.engine import bodies
 from pcp_passes.engine.bodies import Model, make_bodies, prepare
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.requirements import require_kernels
 from pcp_passes.errors import ConfigError
-from pcp_passes.ir import meta
+from pcp_passes.ir import meta, rules
 from pcp_passes.paged import records
 from pcp_passes.passes import PassContext
+from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.sparse import backends
 from pcp_passes.speculative.plain import NoDrafter
 from pcp_passes.step import StepProgram
@@ -50,6 +52,37 @@ def test_a_rank_that_quantised_otherwise_would_be_seen(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(records, "_fp8", larger)
     assert compare(run_schedule(schedule, 2, fp8_program), wanted).first
+
+
+def _generated(made: StepProgram) -> Any:
+    """More keys than the indexer selects, 64."""
+    engine = Engine(SimulatedExecutor(made, EngineOptions(max_len=160, num_blocks=32, budget=160, cache_dtype="fp8")))
+    engine.add_request(range(1, 140), SamplingParams(max_tokens=6), "a")
+    return engine.run()["a"]
+
+
+def test_indexers_over_fp8_caches_are_packed_and_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One op each for keys and queries in every body, and what the model's own ops give; with other pairs not."""
+    made = fp8_program(1, 3)
+    given: Any = made.target, made.drafter.model
+    for model, indexers in zip(given, (2, 1), strict=True):
+        for body in model.bodies.values():
+            names = [rules.op_name(node) for node in body.graph.nodes]
+            assert names.count("pcp_kernels::dsa_pack") == names.count("pcp_kernels::index_prep") == indexers
+            assert "aten::layer_norm" not in names
+    found = _generated(glm_program(1, 0).storing("fp8"))
+    spoilt = glm_program(1, 0).storing("fp8")
+    target: Any = spoilt.target
+    for node in target.bodies["replicated"].graph.nodes:
+        if rules.op_name(node) == "pcp_kernels::index_prep":
+            node.kwargs = {**node.kwargs, "rope": "half"}
+    target.bodies["replicated"].recompile()
+    monkeypatch.setattr(bodies, "LowerIndexPrologue", LowerSparseIndex)  # which has nothing left to do
+    plain = glm_program(1, 0).storing("fp8")
+    assert plain.fingerprint != glm_program(1, 0).fingerprint
+    wanted = _generated(plain)
+    assert found.tokens == wanted.tokens and found.logprobs == pytest.approx(wanted.logprobs, rel=0, abs=1e-9)
+    assert _generated(spoilt).logprobs != pytest.approx(wanted.logprobs, rel=0, abs=1e-4)
 
 
 def collectives(program: StepProgram) -> list[tuple[int, torch.dtype]]:

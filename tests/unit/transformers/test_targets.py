@@ -122,8 +122,8 @@ def test_slots_of_another_layout_are_an_error(model_type: str) -> None:
 
 
 def test_a_wrong_selection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = index.best
-    monkeypatch.setattr(index, "best", lambda scores, positions, topk: right(-scores, positions, topk))
+    right = index.topk_paged
+    monkeypatch.setattr(index, "topk_paged", lambda q, weights, *held, **options: right(q, -weights, *held, **options))
     given = requests()
     step = given.next((23, 2, 31, 9))
     found = step.run(target("glm_moe_dsa").bodies["replicated"], given.caches())
