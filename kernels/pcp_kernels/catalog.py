@@ -196,11 +196,13 @@ CROSSOVER: Mapping[str, Crossover] = {
 
 @functools.cache
 def shipped() -> Mapping[str, KernelSpec]:
-    """Name -> spec of the kernels that are checked ahead of time; GLM-5.2 has 32 heads, DeepSeek-V3.2 has 64."""
+    """Name -> spec of the kernels that are checked ahead of time; GLM-5.2 has 32 heads, DeepSeek-V3.2 has 64.
+
+    Both have FP8 records in pages, and bf16 keys that lie contiguous, as token graphs have them: fused and tiled.
+    """
     specs: list[KernelSpec] = [
         PackSpec(rope="interleaved"),
         PackSpec(rope="half"),
-        PackSpec(rope="half", store="bf16"),
         LatentPackSpec(),
         ScatterSpec(),
         LatentScatterSpec(),
@@ -209,10 +211,11 @@ def shipped() -> Mapping[str, KernelSpec]:
         topk(heads=32, topk=2048, arch=90),
         topk(heads=64, topk=2048, arch=90),
         topk(heads=32, topk=2048, arch=90, store="bf16"),
+        topk(heads=32, topk=2048, arch=90, store="bf16", layout="contiguous"),
         topk(heads=64, topk=2048, arch=90, store="bf16", layout="contiguous"),
         logits(heads=32, arch=90),
         logits(heads=64, arch=90),
-        logits(heads=32, arch=90, store="bf16"),
+        logits(heads=32, arch=90, store="bf16", layout="contiguous"),
         logits(heads=64, arch=90, store="bf16", layout="contiguous"),
         select(2048, 90),
         split(heads=32, topk=2048, arch=90),

@@ -22,14 +22,14 @@ def implementation(tensor: torch.Tensor) -> Implementation:
     """What runs on ``tensor``.
 
     Raises:
-        ValueError: a device other than CPU and CUDA, ``PCP_KERNELS`` is neither ``reference`` nor ``interpreter``, or
-            it is ``interpreter`` in a process without ``TRITON_INTERPRET=1``.
+        ValueError: a device other than CPU and CUDA, ``PCP_KERNELS`` is not empty and neither ``reference`` nor
+            ``interpreter``, or it is ``interpreter`` in a process without ``TRITON_INTERPRET=1``.
     """
     if tensor.is_cuda:
         return "triton"
     if tensor.device.type != "cpu":
         raise ValueError(f"no kernel runs on {tensor.device}; supported: cpu, cuda. Move the tensors there.")
-    chosen = os.environ.get(VARIABLE, "reference")
+    chosen = os.environ.get(VARIABLE) or "reference"
     if chosen == "reference":
         return "reference"
     if chosen != "interpreter":

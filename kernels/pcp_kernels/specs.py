@@ -78,8 +78,11 @@ class KernelSpec:
             raise UnsupportedSpec("\n  ".join([f"no {self.family} kernel is generated for this spec:", *faults]))
 
     def _outside(self) -> Iterator[str]:
+        heads = getattr(self, "heads", None)
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "block_queries" and heads not in (None, *HEADS):
+                continue  # follows from the heads, which are named
             if field.name == "topk":
                 low, high = TOP_K
                 if type(value) is not int or not low <= value <= high or value % 16:

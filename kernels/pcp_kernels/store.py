@@ -6,7 +6,8 @@ Triton reads a kernel's source from a file, so every text gets one: ``<root>/<di
 content; a file that holds anything else was damaged and is written anew. Files are put in place by one rename, so
 processes that write the same folder at once cannot see half of one.
 
-``PCP_KERNELS_CACHE`` names the root; otherwise it is ``pcp_kernels`` in the user's cache folder.
+``PCP_KERNELS_CACHE`` names the root (``~`` is the user's home); otherwise it is ``pcp_kernels`` in the user's cache
+folder.
 """
 
 from __future__ import annotations
@@ -40,8 +41,24 @@ def root() -> Path:
     """Where generated kernels are kept."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
-        return Path(named)
+        return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pcp_kernels"
+
+
+def require_root() -> Path:
+    """:func:`root`, for who is about to name it to a user.
+
+    Raises:
+        KernelStoreError: it, or what should hold it, is there and no folder.
+    """
+    at = root()
+    found = next(path for path in (at, *at.parents) if os.path.lexists(path))
+    if not found.is_dir():
+        raise KernelStoreError(
+            f"generated kernels cannot be kept in {at}: {found} is no folder. Set {CACHE_VARIABLE} to one that this "
+            f"process can write."
+        )
+    return at
 
 
 def triton_version() -> str:
@@ -124,10 +141,7 @@ def _write(spec: KernelSpec, text: str, interpret: bool) -> Path:
             _ensure(home / name, content)
     except OSError as error:
         home = _private() / home.name
-        logger.warning(
-            "the kernel cache %s cannot be used (%s); this process writes to %s. Set %s to a folder that it can write.",
-            root(), error, home.parent, CACHE_VARIABLE,
-        )  # fmt: skip
+        _warn_once(root(), home.parent, str(error))
         try:
             for name, content in files.items():
                 _ensure(home / name, content)
@@ -137,6 +151,19 @@ def _write(spec: KernelSpec, text: str, interpret: bool) -> Path:
                 f"Set {CACHE_VARIABLE} to a folder that this process can write."
             ) from second
     return home / "kernel.py"
+
+
+_warned: set[Path] = set()
+
+
+def _warn_once(at: Path, instead: Path, why: str) -> None:
+    """One process needs some ten kernels, which all fail alike."""
+    if at not in _warned:
+        _warned.add(at)
+        logger.warning(
+            "the kernel cache %s cannot be used (%s); this process writes to %s. Set %s to a folder that it can write.",
+            at, why, instead, CACHE_VARIABLE,
+        )  # fmt: skip
 
 
 def _ensure(path: Path, content: str) -> None:

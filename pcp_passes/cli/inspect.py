@@ -13,6 +13,7 @@ from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
 
+from pcp_passes.cli.inspect_indexers import render_indexers
 from pcp_passes.inspection.ledger import Category, Cost
 from pcp_passes.inspection.report import OUTSIDE, ModelReport
 from pcp_passes.inspection.run import inspect_config
@@ -35,7 +36,7 @@ def inspect_configuration(model: str, **options: Any) -> tuple[ModelReport, str]
 
 def render_model(report: ModelReport) -> RenderableType:
     """Tables of layers, modules, collectives and attention; then memory, choices, fallbacks and the bound."""
-    parts = [_kinds(report), _modules(report), _gathers(report), _attention(report), *_indexers(report)]
+    parts = [_kinds(report), _modules(report), _gathers(report), _attention(report), *render_indexers(report)]
     return Lines(*parts, *_lines(report))
 
 
@@ -90,28 +91,6 @@ def _attention(report: ModelReport) -> Table:
         uneven = f"{max(line.work) / mean:.4f}" if mean else ""
         table.add_row(line.kind, str(line.times), line.module, line.sees, f"{line.cached:,} B", uneven)
     return table
-
-
-def _indexers(report: ModelReport) -> Iterator[RenderableType]:
-    """Which layers select keys and which reuse a selection; nothing for a model that has neither."""
-    if not report.indexers:
-        return
-    table = _table("indexers", "layers", "times", "module", "role", "indexer", "kernel (compute capability 9.0)",
-                   "index keys of a token", "of the prompt, all layers")  # fmt: skip
-    for line in report.indexers:
-        numbers = ", ".join(map(str, line.layers))
-        told = f"{line.heads} heads of {line.dim}, best {line.topk:,}, rope {line.rope}, {line.store}"
-        kernel = f"{line.spec} {line.file[:12]}" if line.spec else f"none: {line.why_not}"
-        shared = line.role == "shared"
-        table.add_row(
-            f"{line.kind} ({numbers})", str(line.times), line.module, line.role, "as before" if shared else told,
-            "" if shared else kernel, f"{line.gathered:,} B", _bytes(line.gathered_prompt * line.times),
-        )  # fmt: skip
-    yield table
-    yield (
-        f"{report.layers_of('full')} full indexers, {report.layers_of('shared')} layers that share their selection; "
-        f"each rank needs {report.index_keys:,} B of index keys a token"
-    )
 
 
 def _lines(report: ModelReport) -> Iterator[str]:

@@ -9,6 +9,7 @@ from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
 
+from pcp_passes.cli.inspect_indexers import render_step_indexers
 from pcp_passes.errors import ConfigError
 from pcp_passes.inspection.sources import load_config
 from pcp_passes.inspection.step import ModelStep, inspect_step_config
@@ -31,7 +32,7 @@ def inspect_step(model: str, *, vllm: bool = False, **options: Any) -> tuple[Mod
 
 def render_step(found: ModelStep) -> RenderableType:
     """Tables of calls and restores, and what lies between target and drafter."""
-    return Lines(_calls(found), _restores(found.step), *_lines(found))
+    return Lines(_calls(found), _restores(found.step), *render_step_indexers(found.indexers), *_lines(found))
 
 
 def _calls(found: ModelStep) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +47,9 @@ def kernels(
 
     chosen = {name: find(name) for name in spec or catalog.shipped()}
     if not as_json and write is None:
-        Console().print(render_kernels(chosen))
+        if target:
+            raise ConfigError("--target says what to compile for, and without --json nothing is compiled: add --json.")
+        list_kernels(chosen, Console())
         return
     if write is not None and (spec or target):
         raise ConfigError("--write records every kernel on every target: leave out --spec and --target.")
@@ -69,10 +72,16 @@ def show(
     name: Annotated[str, typer.Argument(help="A kernel of `pcp kernels`.")],
     interpret: Annotated[bool, typer.Option(help="The text for Triton's interpreter.")] = False,
 ) -> None:
-    """Print the generated source of NAME."""
+    """Print the generated source of NAME, and on stderr the file that holds it, which is written if it is not there."""
+    from pcp_kernels import store
     from pcp_kernels.generate import generate
 
-    Console().out(generate(find(name), interpret), highlight=False, end="")
+    spec = find(name)
+    at = _kept_in()
+    Console().out(generate(spec, interpret), highlight=False, end="")
+    path = store.write(spec, interpret=interpret)
+    if path.is_relative_to(at):  # a cache that cannot be written was warned of
+        Console(stderr=True).out(f"file: {path}", highlight=False)
 
 
 def find(name: str) -> KernelSpec:
@@ -84,7 +93,9 @@ def find(name: str) -> KernelSpec:
     from pcp_kernels import catalog
 
     if name not in catalog.shipped():
-        raise ConfigError(unknown_choice("kernel", name, tuple(catalog.shipped())))
+        near = get_close_matches(name, catalog.shipped(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown kernel {name!r}.{hint} `pcp kernels` lists the {len(catalog.shipped())} there are.")
     return catalog.shipped()[name]
 
 
@@ -108,18 +119,35 @@ def compile_kernels(
     return table_json(measure(specs.values(), targets, jobs=jobs, progress=progress))
 
 
-def render_kernels(specs: Mapping[str, KernelSpec]) -> Table:
-    """One line per kernel: name, what it does, the file that holds its text once it was asked for."""
+def list_kernels(specs: Mapping[str, KernelSpec], console: Console) -> None:
+    """What each kernel does; then the file that holds its text once it was used or shown, whole, to be copied.
+
+    Raises:
+        ConfigError: the kernel cache cannot be a folder.
+    """
     from pcp_kernels import store
 
-    table = Table(box=None, pad_edge=False, caption=Text(f"files: {store.root()}"), caption_justify="left")
+    _kept_in()
+    table = Table(box=None, pad_edge=False)
     table.add_column("kernel", no_wrap=True)
-    for column in ("family", "what it does", "file"):
+    for column in ("family", "what it does"):
         table.add_column(column, overflow="fold")
     for name, spec in specs.items():
-        file = f"{store.folder(spec).name[:8]}…/kernel.py"
-        table.add_row(Text(name, style="bold"), spec.family, Text(spec.summary), file)
-    return table
+        table.add_row(Text(name, style="bold"), spec.family, Text(spec.summary))
+    console.print(table)
+    console.print("\nfiles; one is written when its kernel first runs, or by `pcp kernels show`", markup=False)
+    for name, spec in specs.items():
+        path = store.folder(spec) / "kernel.py"
+        console.out(f"{name}  {path}{'' if path.is_file() else '  (not written yet)'}", highlight=False)
+
+
+def _kept_in() -> Path:
+    from pcp_kernels import store
+
+    try:
+        return store.require_root()
+    except store.KernelStoreError as error:
+        raise ConfigError(str(error)) from error
 
 
 def write_table(path: Path, data: Mapping[str, Any]) -> None:

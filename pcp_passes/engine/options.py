@@ -102,6 +102,10 @@ class EngineOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, found {value!r}.")
+        for name, unit in (("long_prefill_threshold", "tokens"), ("workspace_bytes", "bytes")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be an integer, a number of {unit}, found {value!r}.")
         if self.long_prefill_threshold < 0:
             raise ConfigError(f"long_prefill_threshold must be at least 0, found {self.long_prefill_threshold}.")
         if self.cache_dtype not in CACHE_DTYPES:

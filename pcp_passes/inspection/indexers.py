@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexer layers of a rewritten graph: which select keys, which reuse a selection, and by what kernel.
+"""Indexer layers of a rewritten graph: which select keys, which reuse a selection, and what of the keys is gathered.
 
-A layer that selects is *full*; one that attends to what another layer selected is *shared*. The kernel is the fused one
-of ``pcp_kernels`` for compute capability 9.0, in the layout of token graphs: all keys of the sequence, contiguous.
+A layer that selects is *full*; one that attends to what another layer selected is *shared*.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
+from pcp_passes.aten.costs import is_product
 from pcp_passes.aten.decision import tensor_of
 from pcp_passes.ir import meta, rules
+from pcp_passes.passes.tokens.lower_restores import LowerRestores
 
 SELECT = "pcp::select_keys"
 ATTENDS = ("pcp::sparse_attend", "pcp::sparse_attend_heads")
-ARCH = 90
 
-_STORES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_STORES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+           torch.uint8: "fp8"}  # fmt: skip
 _RADIUS = 40
 
 Role = Literal["full", "shared"]
@@ -28,29 +30,13 @@ Rope = Literal["interleaved", "half", "none"]
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """The generated kernel of a selection.
-
-    Attributes:
-        spec: its name; empty where no kernel takes such an indexer, which the reference then serves.
-        file: path under the root of the kernel store, ``<digest>/kernel.py``.
-        why_not: what no kernel takes.
-    """
-
-    spec: str = ""
-    file: str = ""
-    why_not: str = ""
-
-
-@dataclass(frozen=True)
 class Indexer:
-    """What one ``pcp::select_keys`` of a graph says.
+    """What one ``pcp::select_keys`` or ``pcp::index_topk`` of a graph says.
 
     Attributes:
         heads, dim, topk: of the index queries, and how many keys a row selects.
         rope: how positions turn queries and keys.
         store: dtype of the keys.
-        gathered: bytes of a token's key, which all ranks need.
     """
 
     heads: int
@@ -58,30 +44,45 @@ class Indexer:
     topk: int
     rope: Rope
     store: str
-    gathered: int
-    kernel: Kernel
 
 
 def read_indexer(node: fx.Node) -> Indexer:
-    """Read a ``pcp::select_keys``."""
-    q, k = (tensor_of(one) for one in node.all_input_nodes[:2])
-    heads, dim, topk = int(q.shape[2]), int(q.shape[3]), int(rules.named_argument(node, "topk"))
-    store = _STORES.get(k.dtype, str(k.dtype).removeprefix("torch."))
-    kernel = kernel_of(heads, dim, topk, store)
-    return Indexer(heads, dim, topk, rope_of(node), store, dim * k.element_size(), kernel)
+    """Read a ``pcp::select_keys``, or a ``pcp::index_topk``, whose keys are part of what its layer writes."""
+    q, keys = tensor_of(node.args[0]), node.args[1]
+    if rules.op_name(node) != SELECT:
+        written: Any = node.args[2]
+        keys = written.args[0]
+    dtype = tensor_of(keys).dtype
+    store = _STORES.get(dtype, str(dtype).removeprefix("torch."))
+    return Indexer(int(q.shape[-2]), int(q.shape[-1]), int(rules.named_argument(node, "topk")), rope_of(node), store)
 
 
-def kernel_of(heads: int, dim: int, topk: int, store: str) -> Kernel:
-    """The kernel for keys that lie contiguous."""
-    from pcp_kernels import catalog
-    from pcp_kernels import store as kernels
-    from pcp_kernels.specs import UnsupportedSpec
+def gathered_keys(node: fx.Node) -> int:
+    """Bytes of a token's index key that ranks exchange for a ``pcp::select_keys``.
 
-    try:
-        spec = catalog.topk(heads=heads, dim=dim, topk=topk, store=store, layout="contiguous", arch=ARCH)
-    except UnsupportedSpec as error:
-        return Kernel(why_not=str(error))
-    return Kernel(spec.name, f"{kernels.folder(spec).name}/kernel.py")
+    0 where a rank makes the keys of all tokens itself, by repeating their projection: what is gathered then lies before
+    that product, and is not a key.
+    """
+    waiting: list[Any] = [node.args[1]]
+    seen: set[fx.Node] = set()
+    total = 0
+    while waiting:
+        at = waiting.pop()
+        if at in seen or at.op != "call_function":
+            continue
+        seen.add(at)
+        if meta.info(at).created_by == LowerRestores.name:
+            total += row_bytes(tensor_of(at))
+        elif is_product(at):
+            return 0
+        else:
+            waiting += at.all_input_nodes
+    return total
+
+
+def row_bytes(held: torch.Tensor) -> int:
+    """Bytes of one row of a value of token rows: of all sizes that are constants."""
+    return held.element_size() * math.prod(size for size in held.shape if isinstance(size, int))
 
 
 def selection_of(node: fx.Node) -> fx.Node | None:

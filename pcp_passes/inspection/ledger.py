@@ -16,7 +16,7 @@ from pcp_passes.aten.costs import bytes_of, flops_of, hint, is_product
 from pcp_passes.aten.decision import REPLICATE, operands, tensor_of
 from pcp_passes.collectives import is_collective
 from pcp_passes.inspection.attention import Sight
-from pcp_passes.inspection.indexers import ATTENDS, SELECT, Indexer, read_indexer, selection_of
+from pcp_passes.inspection.indexers import ATTENDS, SELECT, Indexer, gathered_keys, read_indexer, selection_of
 from pcp_passes.inspection.layers import LayerStack
 from pcp_passes.ir import meta, rules
 from pcp_passes.ir.placements import RankMajor
@@ -104,11 +104,16 @@ class Attend:
 
 @dataclass(frozen=True)
 class Selecting:
-    """A layer that selects keys, or attends to a selection of another layer (``full`` is false)."""
+    """A layer that selects keys, or attends to a selection of another layer (``full`` is false).
+
+    Attributes:
+        gathered: bytes of a token's index key that ranks exchange.
+    """
 
     place: Place
     full: bool
     indexer: Indexer
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,7 @@ class Ledger:
     def _note_selection(self, node: fx.Node, place: Place) -> None:
         name = rules.op_name(node)
         if name == SELECT:
-            self.selects.append(Selecting(place, True, read_indexer(node)))
+            self.selects.append(Selecting(place, True, read_indexer(node), gathered_keys(node)))
             return
         selection = selection_of(node) if name in ATTENDS else None
         if selection is not None and self.place(selection)[0] != place[0]:

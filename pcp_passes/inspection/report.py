@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pcp_passes.inspection.indexers import Role
+from pcp_passes.inspection.kernels import Selection
 from pcp_passes.inspection.ledger import CATEGORIES, Category, Cost
 
 OUTSIDE = "outside the layers"
@@ -87,10 +88,10 @@ class IndexerLine:
         role: ``full`` where the layer selects them, ``shared`` where an earlier layer has.
         layers: their numbers in the model.
         heads, dim, topk, rope, store: of the indexer that selects.
-        spec, file: name of its generated kernel, and the file under the root of the kernel store; empty without one.
-        why_not: why no kernel takes it.
-        gathered: bytes of index keys of a token that each rank needs, in one layer; 0 in a shared one.
+        selection: how its keys are selected; ``None`` in a shared layer, where nothing is.
+        gathered: bytes of a token's index key that ranks exchange, in one layer; 0 in a shared one.
         gathered_prompt: of all tokens.
+        repeated: every rank makes the keys of all tokens itself, and none are gathered.
     """
 
     kind: str
@@ -103,11 +104,10 @@ class IndexerLine:
     topk: int
     rope: str
     store: str
-    spec: str
-    file: str
-    why_not: str
+    selection: Selection | None
     gathered: int
     gathered_prompt: int
+    repeated: bool
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class ModelReport:
 
     @property
     def index_keys(self) -> int:
-        """Bytes of index keys that each rank needs of a token, in all layers."""
+        """Bytes of index keys of a token that ranks exchange, in all layers."""
         return sum(line.gathered * line.times for line in self.indexers)
 
     @property

@@ -16,6 +16,7 @@ from torch import fx, nn
 from pcp_passes.aten.gather_points import BALANCE
 from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.plan import TokenPlan, build_plan
+from pcp_passes.inspection.kernels import select_on_card
 from pcp_passes.inspection.layers import LayerStack, find_stack, keep_one_of_each
 from pcp_passes.inspection.ledger import Attend, Cost, Gather, Ledger, Place
 from pcp_passes.inspection.report import (
@@ -188,12 +189,14 @@ class _Counted:
             number, module = one.place
             kind, times = self._times(one.place)
             layers = self._kinds[number].layers if number is not None else ()
-            read, kernel = one.indexer, one.indexer.kernel
-            gathered = read.gathered if one.full else 0
+            read, rows, tokens = one.indexer, self._plan.num_rows, self._plan.num_tokens
+            selection = select_on_card(
+                rows, tokens, topk=read.topk, heads=read.heads, dim=read.dim, store=read.store, layout="contiguous"
+            )
             yield IndexerLine(
                 kind, times, layers, module, "full" if one.full else "shared", read.heads, read.dim, read.topk,
-                read.rope, read.store, kernel.spec, kernel.file, kernel.why_not, gathered,
-                gathered * self._plan.num_tokens,
+                read.rope, read.store, selection if one.full else None, one.gathered, one.gathered * tokens,
+                repeated=one.full and not one.gathered and self._plan.rows.shape[0] > 1,
             )  # fmt: skip
 
     def _cached(self, attend: Attend) -> int:

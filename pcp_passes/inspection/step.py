@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from pcp_passes.errors import ConfigError
-from pcp_passes.inspection.layers import find_stack, keep_one_of_each
+from pcp_passes.inspection.layers import LayerKind, find_stack, keep_one_of_each
 from pcp_passes.inspection.run import DTYPES
+from pcp_passes.inspection.step_indexers import StepIndexer, step_indexers
 from pcp_passes.layout import Batch, build_layout
 from pcp_passes.passes.base import PassContext
 from pcp_passes.speculative.mtp import MTP
@@ -39,12 +40,15 @@ class ModelStep:
     captured: int
     """Of these, one of each kind."""
     step: StepReport
+    indexers: tuple[StepIndexer, ...] = ()
+    """Of target and drafter; none where attention is dense."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {
             "model": self.model, "drafter": self.drafter, "layout": self.layout, "dtype": self.dtype,
             "layers": self.layers, "captured_layers": self.captured, **self.step.to_json(),
+            "indexers": [line.to_json() for line in self.indexers],
         }  # fmt: skip
 
 
@@ -84,17 +88,20 @@ def inspect_step_config(
         raise ConfigError(f"pcp is {pcp}; required at least 2: a step program of one rank moves nothing")
     length, none = np.array([tokens], dtype=np.int32), np.zeros(1, dtype=np.int32)
     laid_out = build_layout(Batch(length, none, length), pcp, kind=layout)
-    model, times, count = _weightless(config, DTYPES[dtype], full)
+    model, kinds, count = _weightless(config, DTYPES[dtype], full)
+    times = {f"target.{place}": kind.times for place, kind in enumerate(kinds)}
     ctx = PassContext(pcp)
     target, module = _capture(model, ctx)
     program = StepProgram(target, MTP(module, steps), pcp=pcp)
     report = step_report(program, sizes_of(laid_out, [tokens - 1]), times=times)
-    found = ModelStep(name or str(config["model_type"]), drafter, layout, dtype, count, len(target.layers), report)
-    return found, program
+    assert program.sharded is not None, "a step program of several ranks has a sharded part"
+    indexers = step_indexers(program.sharded, report, kinds, count)
+    called = name or str(config["model_type"])
+    return ModelStep(called, drafter, layout, dtype, count, len(target.layers), report, indexers), program
 
 
-def _weightless(config: Mapping[str, Any], dtype: torch.dtype, full: bool) -> tuple[Any, dict[str, int], int]:
-    """The model on ``meta``, how often each captured layer occurs, and the number of its layers."""
+def _weightless(config: Mapping[str, Any], dtype: torch.dtype, full: bool) -> tuple[Any, tuple[LayerKind, ...], int]:
+    """The model on ``meta``, the kind that each captured layer stands for, and the number of its layers."""
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ImportError as error:
@@ -109,9 +116,9 @@ def _weightless(config: Mapping[str, Any], dtype: torch.dtype, full: bool) -> tu
     stack = find_stack(model, model.config)
     count = int(model.config.num_hidden_layers)
     if full or not stack.path:
-        return model, {}, count
+        return model, (), count
     keep_one_of_each(model, model.config, stack)
-    return model, {f"target.{place}": kind.times for place, kind in enumerate(stack.kinds)}, count
+    return model, stack.kinds, count
 
 
 def _capture(model: Any, ctx: PassContext) -> tuple[Any, Any]:

@@ -58,6 +58,7 @@ def _select_keys(
 
     Raises:
         ConfigError: operands that do not fit together, or do not have the stated layout.
+        ValueError: ``PCP_KERNELS`` names no implementation, or its kernels do not take such operands.
     """
     _check_selection(q, k, weights, positions, layout, restore)
     if layout == "rank_major":
@@ -74,8 +75,10 @@ def _select_keys(
 def _topk_rows(
     q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, topk: int
 ) -> torch.Tensor:
-    """The reference on a CPU; elsewhere the generated kernels, which say what they take."""
-    if q.device.type == "cpu":
+    """The generated kernels, or the reference: on a CPU unless ``PCP_KERNELS`` says otherwise, and in float64."""
+    from pcp_kernels.ops.launch import by_reference
+
+    if by_reference(q, k):  # which also takes queries and keys of different dtypes
         from pcp_kernels.reference.select import topk_rows
 
         return topk_rows(q, weights, k, None, ks, ke, topk, workspace_bytes=WORKSPACE_BYTES)

@@ -65,7 +65,7 @@ def _scatter(cache: torch.Tensor, record: torch.Tensor, slots: torch.Tensor) -> 
     page = cache.shape[1] // width if paged else cache.shape[1]
     capacity = cache.shape[0] * page
     if by_reference(cache, record):
-        faults.expect(bool((slots < capacity).all()), f"slots: found {int(slots.max())}; required below {capacity}")
+        faults.below("slots", slots, capacity, "the slots of the cache")
         faults.check()
         cache_reference.scatter(cache, record, slots)
         return
@@ -132,7 +132,8 @@ def index_prep(
         w: ``[T, H]``, any of these.
         cos, sin: ``[T, R/2]``, looked up per row; dimensions ``[0:R]`` are rotated.
         rope: "interleaved", "half" or "none".
-        store: "fp8" (one power-of-two scale per token and head), "bf16", "fp16", "fp32".
+        store: "fp8" (one power-of-two scale per token and head), "bf16", "fp16", "fp32"; "fp64" by the reference
+            alone.
         factor: of the weights, ``H**-0.5 * D**-0.5`` in the published models.
 
     Returns:
@@ -218,7 +219,7 @@ def index_remap(
     Args:
         indices: i32 ``[T, k]``, request-local; -1 where there is none.
         block_table: i32 ``[R, nb]``.
-        row_request: i32 ``[T]``, the request of each row; in range also where the row is padding.
+        row_request: i32 ``[T]``, the request of each row; a row of no request (negative) has no slots.
         page: keys per page.
 
     Returns:
@@ -226,7 +227,8 @@ def index_remap(
         slots that are not -1.
 
     Raises:
-        ValueError: arguments other than these, or a spec without a kernel.
+        ValueError: arguments other than these, or a spec without a kernel; on CPU an index of a request past the
+            table, which is no slot on a GPU.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _remap(indices, block_table, row_request, page)
     return result
@@ -244,6 +246,8 @@ def _remap(
     faults.check()
     if by_reference(indices):
         return remap_reference.index_remap(indices, block_table, row_request, page)
+    if not indices.is_cuda:
+        remap_reference.require_requests(indices, row_request, block_table.shape[0])
     rows, topk = indices.shape
     slots = torch.empty((rows, topk), dtype=torch.int32, device=indices.device)
     count = torch.empty((rows,), dtype=torch.int32, device=indices.device)
@@ -254,6 +258,7 @@ def _remap(
         "table_step": block_table.stride(0),
         "request_ptr": row_request,
         "slot_ptr": slots,
+        "requests": block_table.shape[0],
         "pages": block_table.shape[1],
         "count_ptr": count,
     }
@@ -276,10 +281,11 @@ def select_owner_rows(indices: torch.Tensor, rows: torch.Tensor, fill: int = 0) 
 
     Args:
         indices: i32 ``[M, k]``.
-        rows: i64 ``[R]``.
+        rows: i64 ``[R]``, below M.
 
     Raises:
-        ValueError: arguments other than these, or a spec without a kernel.
+        ValueError: arguments other than these, or a spec without a kernel; on CPU a row past the last, which is
+            ``fill`` on a GPU.
     """
     result: torch.Tensor = _owner(indices, rows, fill)
     return result
@@ -291,6 +297,8 @@ def _owner(indices: torch.Tensor, rows: torch.Tensor, fill: int) -> torch.Tensor
     faults.tensor("indices", indices, ("M", "k"), (torch.int32,))
     faults.tensor("rows", rows, ("R",), (torch.int64,), contiguous=True)
     faults.check()
+    faults.below("rows", rows, indices.shape[0], "the rows of indices")
+    faults.check()
     if by_reference(indices):
         return owner_reference.select_owner_rows(indices, rows, fill)
     out = torch.empty((rows.shape[0], indices.shape[1]), dtype=torch.int32, device=indices.device)
@@ -299,6 +307,7 @@ def _owner(indices: torch.Tensor, rows: torch.Tensor, fill: int) -> torch.Tensor
         "index_stride": indices.stride(0),
         "row_ptr": rows,
         "out_ptr": out,
+        "rows": indices.shape[0],
         "fill": fill,
     }
     launch(OwnerSpec(topk=indices.shape[1]), (rows.shape[0],), indices, arguments)

@@ -73,6 +73,15 @@ class Faults:
         if not holds:
             self.found.append(message)
 
+    def below(self, name: str, values: torch.Tensor, bound: int, what: str) -> None:
+        """Demand on CPU, where looking costs nothing, that no value passes ``what``; negative ones are the caller's."""
+        if values.device.type == "cpu" and values.numel() and int(values.max()) >= bound:
+            self.found.append(f"{name}: found {int(values.max())}; required below {bound}, {what}")
+
+    def workspace(self, found: int) -> None:
+        """Demand a number of bytes."""
+        self.expect(found >= 0, f"workspace_bytes: found {found}; required at least 0, and what the selection takes")
+
     def check(self) -> None:
         """Raise ValueError if there were faults."""
         if self.found:

@@ -34,7 +34,7 @@ def sparse_mla(
         q: ``[T, H, L + R]``, queries absorbed into the latent, then their rope part.
         latent: ``[S, L]``, on a GPU of q's dtype; rows may be part of wider ones.
         rope_key: ``[S, R]``, likewise.
-        slots: i32 ``[T, k]``; -1, anywhere in the row, selects nothing.
+        slots: i32 ``[T, k]``, below S; -1, anywhere in the row, selects nothing.
         scale: of the softmax.
         workspace_bytes: bound of the temporaries on CPU; the kernel has none.
 
@@ -43,7 +43,7 @@ def sparse_mla(
         that select nothing.
 
     Raises:
-        ValueError: arguments other than these, or a spec without a kernel.
+        ValueError: arguments other than these, or a spec without a kernel; on CPU a slot past the rows.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _sparse_mla(q, latent, rope_key, slots, scale, workspace_bytes)
     return result
@@ -87,6 +87,9 @@ def _sparse_mla(
     faults.tensor("latent", latent, ("S", "L"), dtypes)
     faults.tensor("rope_key", rope_key, (latent.shape[0] if latent.ndim else 0, "R"), dtypes)
     faults.tensor("slots", slots, (q.shape[0] if q.ndim else 0, "k"), (torch.int32,))
+    faults.workspace(workspace_bytes)
+    faults.check()
+    faults.below("slots", slots, latent.shape[0], "the rows of the cache")
     faults.check()
     if referred:
         return reference.sparse_mla(q, latent, rope_key, slots, scale, workspace_bytes=workspace_bytes)
@@ -130,6 +133,9 @@ def _sparse_mla_records(
     referred = by_reference(q)
     faults.expect(referred or q.dtype == torch.bfloat16, f"q: found {q.dtype}; required bfloat16 over fp8 records")
     fp8_fault(faults, q, "keep bf16 rows")
+    faults.workspace(workspace_bytes)
+    faults.check()
+    faults.below("slots", slots, records.shape[0], "the rows of the cache")
     faults.check()
     if referred:
         return reference.sparse_mla_records(

@@ -92,6 +92,8 @@ def choose(
     Raises:
         ValueError: the workspace is too small, also for the fused plan on one program; or ``kind`` cannot run.
     """
+    if workspace_bytes < 0:
+        raise ValueError(f"workspace_bytes: found {workspace_bytes}; required at least 0, and what the selection takes")
     if kind is not None and kind not in KINDS:
         raise ValueError(f"plan: found {kind!r}; supported: {', '.join(KINDS)}")
     if kind == "all" and shape.keys > shape.topk:

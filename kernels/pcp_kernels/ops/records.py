@@ -36,7 +36,7 @@ def index_pack(
         cos, sin: ``[T, R/2]``, looked up per row; dimensions ``[0:R]`` are rotated.
         rope: "interleaved", "half" or "none".
         rounding: what fp8 is quantised from: "bf16" or "fp32". Other stores round once.
-        store: "fp8", "bf16", "fp16", "fp32".
+        store: "fp8", "bf16", "fp16", "fp32"; "fp64" by the reference alone.
 
     Returns:
         u8 ``[T, D + 4]`` for fp8 (values, then the fp32 scale), else ``[T, D]`` of the store's dtype.
@@ -56,7 +56,7 @@ def latent_pack(latent: torch.Tensor, rope_key: torch.Tensor, *, store: str = "f
     Args:
         latent: ``[T, L]``, normalised; bf16, fp16, fp32 or fp64.
         rope_key: ``[T, R]``, rotated; the same dtype.
-        store: "fp8", "bf16", "fp16", "fp32".
+        store: "fp8", "bf16", "fp16", "fp32"; "fp64" by the reference alone.
 
     Returns:
         u8 ``[T, L + 4 * ceil(L / 128) + 2 * R]`` for fp8 (values, fp32 scales, bf16 rope; 656 bytes at 512 and 64),

@@ -18,6 +18,7 @@ from pcp_kernels.ops import plans
 from pcp_kernels.ops.launch import DTYPES, FLOATS, Faults, by_reference, capability, fp8_fault, launch, name_of
 from pcp_kernels.ops.plans import Kind, Plan, Shape
 from pcp_kernels.reference import select as reference
+from pcp_kernels.reference.select import DEFAULT_WORKSPACE_BYTES
 
 __all__ = ["index_topk_paged", "index_topk_rows", "select_paged", "select_rows"]
 
@@ -34,7 +35,7 @@ def index_topk_rows(
     ks: torch.Tensor,
     ke: torch.Tensor,
     topk: int,
-    workspace_bytes: int,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
     """i32 ``[T, topk]``: of each row the best keys among ``ks`` to ``ke``, relative to ``ks``, ascending, -1 tail.
 
@@ -43,14 +44,15 @@ def index_topk_rows(
         w: ``[T, H]``, any float; with the scales of FP8 queries folded in.
         k: ``[N, D]``; fp64 is for the reference alone.
         k_scale: f32 ``[N]`` of FP8 keys, else None.
-        ks, ke: i32 ``[T]``; ``ke <= ks`` is an empty row, and keys are those within ``[0, N)``.
+        ks, ke: i32 ``[T]``, each clamped to ``[0, N]``; ``ke <= ks`` is an empty row.
         topk: multiple of 16 from 16 to 2048; the reference takes any.
-        workspace_bytes: bound of all temporaries together.
+        workspace_bytes: bound of all temporaries together; 64 MiB unless told otherwise.
 
     Raises:
-        ValueError: arguments other than these, each with what is required; or a workspace that is too small.
+        ValueError: arguments other than these, each with what is required; or a workspace that is negative or too small
+            for what is scored.
     """
-    _check_rows(q, w, k, k_scale, ks, ke)
+    _check_rows(q, w, k, k_scale, ks, ke, workspace_bytes)
     if by_reference(q, k):
         return reference.topk_rows(q, w, k, k_scale, ks, ke, topk, workspace_bytes=workspace_bytes)
     return select_rows(q, w, k, k_scale, ks, ke, topk, workspace_bytes)
@@ -66,7 +68,7 @@ def index_topk_paged(
     ke: torch.Tensor,
     topk: int,
     page: int,
-    workspace_bytes: int,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
     """i32 ``[T, topk]``: of each row the best of its request's keys 0 to ``ke``, ascending, -1 tail.
 
@@ -75,20 +77,25 @@ def index_topk_paged(
         w: ``[T, H]``, any float; with the scales of FP8 queries folded in.
         cache: u8 ``[pages, page * (D + 4)]`` (FP8), else ``[pages, page, D]``; fp64 is for the reference alone.
         block_table: i32 ``[R, nb]``, the pages of each request; entries past its keys are not read.
-        row_request: i32 ``[T]``, below R. Rows of one request are best kept together.
-        ke: i32 ``[T]``, position + 1, at most ``nb * page``; 0 for a row of padding, whose request is not read.
+        row_request: i32 ``[T]``, below R; negative is no request, and its row selects nothing. Rows of one request are
+            best kept together.
+        ke: i32 ``[T]``, position + 1, clamped to ``[0, nb * page]``; 0 for a row of padding, whose request is not read.
         topk: multiple of 16 from 16 to 2048; the reference takes any.
         page: 16, 32, 64 or 128; the reference takes any.
-        workspace_bytes: bound of all temporaries together.
+        workspace_bytes: bound of all temporaries together; 64 MiB unless told otherwise.
 
     Raises:
-        ValueError: arguments other than these, each with what is required; or a workspace that is too small.
+        ValueError: arguments other than these, each with what is required; or a workspace that is negative or too small
+            for what is scored. On CPU also keys of a request past the table, which has none on a GPU, or of a page past
+            the cache, which a GPU does not look for.
     """
-    _check_paged(q, w, cache, block_table, row_request, ke, page)
+    _check_paged(q, w, cache, block_table, row_request, ke, page, workspace_bytes)
     if by_reference(q, cache):
         return reference.topk_paged(
             q, w, cache, block_table, row_request, ke, topk, page, workspace_bytes=workspace_bytes
         )
+    if not q.is_cuda:
+        _require_pages(cache.shape[0], block_table, row_request, ke, topk, page)
     return select_paged(q, w, cache, block_table, row_request, ke, topk, page, workspace_bytes)
 
 
@@ -101,7 +108,7 @@ def _(
     ks: torch.Tensor,
     ke: torch.Tensor,
     topk: int,
-    workspace_bytes: int,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
     return q.new_empty((q.shape[0], topk), dtype=torch.int32)
 
@@ -116,7 +123,7 @@ def _(
     ke: torch.Tensor,
     topk: int,
     page: int,
-    workspace_bytes: int,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
     return q.new_empty((q.shape[0], topk), dtype=torch.int32)
 
@@ -161,11 +168,13 @@ def select_paged(
         "key_ptr": cache.view(torch.float8_e4m3fn) if fp8 else cache,
         "scale_ptr": cache.view(torch.float32) if fp8 else None,
         "table_ptr": block_table,
-        "request_ptr": row_request,
         "end_ptr": ke,
         "key_stride": cache.stride(0),
         "table_stride": block_table.stride(0),
     }
+    # The kernels know of no last request: one past the table becomes none.
+    row_request = row_request.masked_fill(row_request >= block_table.shape[0], -1)
+    arguments["request_ptr"] = row_request
     valid = ke.clamp(0, limit).masked_fill_(row_request < 0, 0)
     sizes = {"heads": q.shape[1], "dim": q.shape[2], "store": "fp8" if fp8 else name_of(cache.dtype), "page": page}
     return _select(q, w, arguments, valid, limit, topk, sizes, workspace_bytes, kind)
@@ -259,8 +268,10 @@ def _check_rows(
     k_scale: torch.Tensor | None,
     ks: torch.Tensor,
     ke: torch.Tensor,
+    workspace_bytes: int,
 ) -> None:
     faults = _check_queries("index_topk_rows", q, w, k.dtype)
+    faults.workspace(workspace_bytes)
     faults.tensor("k", k, ["N", q.shape[-1]], _KEYS)
     faults.tensor("k_scale", k_scale, [*k.shape[:1]], [torch.float32])
     fp8 = k.dtype == torch.float8_e4m3fn
@@ -278,10 +289,14 @@ def _check_paged(
     row_request: torch.Tensor,
     ke: torch.Tensor,
     page: int,
+    workspace_bytes: int,
 ) -> None:
     fp8 = cache.dtype == torch.uint8
     faults = _check_queries("index_topk_paged", q, w, torch.float8_e4m3fn if fp8 else cache.dtype)
-    if fp8:
+    faults.workspace(workspace_bytes)
+    if page < 1:  # the sizes of a cache follow from it
+        faults.expect(False, f"page: found {page}; required at least 1")
+    elif fp8:
         faults.tensor("cache", cache, ["pages", page * (q.shape[-1] + 4)], [torch.uint8])
         faults.expect(
             cache.stride(0) % 4 == 0 and cache.data_ptr() % 4 == 0,
@@ -297,6 +312,17 @@ def _check_paged(
     faults.tensor("row_request", row_request, [q.shape[0]], [torch.int32])
     faults.tensor("ke", ke, [q.shape[0]], [torch.int32])
     faults.check()
+
+
+def _require_pages(
+    held: int, block_table: torch.Tensor, row_request: torch.Tensor, ke: torch.Tensor, topk: int, page: int
+) -> None:
+    """What the reference says of requests and pages that are not there, before a kernel reads them on a CPU."""
+    counts = ke.clamp(0, block_table.shape[1] * page).masked_fill_(row_request < 0, 0)
+    reference.require_requests(row_request, counts, block_table.shape[0])
+    for request in row_request[counts > topk].unique().tolist():
+        longest = int(counts[row_request == request].max())
+        reference.require_pages(block_table[request, : -(-longest // page)], held, request)
 
 
 def _check_queries(operator: str, q: torch.Tensor, w: torch.Tensor, keys: torch.dtype) -> Faults:

@@ -18,11 +18,17 @@ unique, below ``n``, then -1. ``n <= topk`` selects every key unscored.
 **Rows.** ``ke[i] = positions[i] + 1``, 0 on rows of padding, which select nothing. Which rank runs a row, and in what
 layout, is in this number and nowhere else. Several rows of a request (verification) differ in ``ke`` alone.
 
+**Bounds.** The same in every implementation: ``ks`` and ``ke`` are clamped to ``[0, N]``, paged: ``ke`` to the keys
+that a row of the block table can name. A negative request is none: its rows select nothing, and their indices have no
+slots. What cannot be meant is a ValueError on CPU: a request past the table on a row with keys, a page that the cache
+does not have, a slot or row past the last. A GPU is not made to wait for such a look: there such a request has no keys,
+its indices no slots, and such a row is another rank's; numbers of pages, and slots of the attention, are trusted.
+
 **Independence.** From the same records, queries and weights, the selection is the same bytes however rows are spread
 over ranks, keys over pages, splits or tiles, and whatever the workspace; a record depends on its own token alone.
 
 **Workspace.** ``workspace_bytes`` bounds all temporaries of a call together; inputs, outputs and a few integers per
-row are not counted.
+row are not counted. A workspace that is negative, or too small for what has to be scored, is a ValueError.
 
 **Offsets.** Slots and byte offsets are int64 until they are known to fit: page * 8448 passes 2**31 at 16 M tokens.
 

@@ -36,7 +36,7 @@ def sparse_mla(
         workspace_bytes: bound of all temporaries together.
 
     Raises:
-        ValueError: shapes that do not fit together, or a workspace that one row does not fit.
+        ValueError: shapes that do not fit together, a slot past the rows, or a workspace that one row does not fit.
     """
     if latent.ndim != 2 or rope_key.shape[:1] != latent.shape[:1]:
         raise ValueError(
@@ -48,7 +48,7 @@ def sparse_mla(
     def rows(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return latent.index_select(0, flat).to(compute), rope_key.index_select(0, flat).to(compute)
 
-    return _attend(q, rows, slots, scale, latent.shape[1], rope_key.shape[1], workspace_bytes)
+    return _attend(q, rows, slots, scale, latent.shape[1], rope_key.shape[1], latent.shape[0], workspace_bytes)
 
 
 def sparse_mla_records(
@@ -77,17 +77,26 @@ def sparse_mla_records(
     def rows(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return latent_unpack(records.index_select(0, flat), latent_dim, rope_dim, compute)
 
-    return _attend(q, rows, slots, scale, latent_dim, rope_dim, workspace_bytes)
+    return _attend(q, rows, slots, scale, latent_dim, rope_dim, records.shape[0], workspace_bytes)
 
 
 def _attend(
-    q: torch.Tensor, rows: Rows, slots: torch.Tensor, scale: float, latent_dim: int, rope_dim: int, workspace_bytes: int
+    q: torch.Tensor,
+    rows: Rows,
+    slots: torch.Tensor,
+    scale: float,
+    latent_dim: int,
+    rope_dim: int,
+    held: int,
+    workspace_bytes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if q.ndim != 3 or q.shape[2] != latent_dim + rope_dim or slots.ndim != 2 or slots.shape[0] != q.shape[0]:
         raise ValueError(
             f"sparse_mla: found queries {list(q.shape)} and slots {list(slots.shape)} for latents of {latent_dim} and "
             f"rope keys of {rope_dim}; required [T, H, L + R] and [T, k]."
         )
+    if slots.numel() and int(slots.max()) >= held:
+        raise ValueError(f"sparse_mla: slots: found {int(slots.max())}; required below {held}, the rows of the cache.")
     tokens, heads, _ = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros((tokens, heads, latent_dim))

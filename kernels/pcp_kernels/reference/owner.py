@@ -34,13 +34,15 @@ def select_owner_rows(indices: torch.Tensor, rows: torch.Tensor, fill: int = 0) 
     is every request's row. With gathered selections, rank-major rows and -1, no sum is needed.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or a row past the last.
     """
     if indices.ndim != 2 or rows.ndim != 1:
         raise ValueError(
             f"select_owner_rows: found selections {list(indices.shape)} and rows {list(rows.shape)}; required [M, k] "
             "and [R]."
         )
+    if rows.numel() and int(rows.max()) >= indices.shape[0]:
+        raise ValueError(f"select_owner_rows: found row {int(rows.max())}; required below {indices.shape[0]}.")
     if indices.shape[0] == 0:
         return indices.new_full((rows.shape[0], indices.shape[1]), fill)
     taken = indices.index_select(0, rows.clamp(min=0).to(torch.int64))

@@ -86,19 +86,19 @@ def topk_rows(
         w: ``[T, H]``.
         k: ``[N, D]``.
         k_scale: ``[N]`` or None.
-        ks, ke: integers ``[T]``; ``ke <= ks`` is an empty row. Rows of equal ``ks`` are best kept together.
+        ks, ke: integers ``[T]``, each clamped to ``[0, N]``; ``ke <= ks`` is an empty row. Rows of equal ``ks`` are
+            best kept together.
         workspace_bytes: bound of all temporaries together; the result does not depend on it.
 
     Raises:
         ValueError: arguments that do not fit together, or a workspace that one row does not fit.
     """
-    _check(q, w, topk, ks=ks, ke=ke)
+    _check(q, w, topk, workspace_bytes, ks=ks, ke=ke)
     if k.ndim != 2 or k.shape[1] != q.shape[2] or (k_scale is not None and k_scale.shape != k.shape[:1]):
         found = f"keys {list(k.shape)} and scales {None if k_scale is None else list(k_scale.shape)}"
         raise ValueError(f"topk_rows: found {found} for queries {list(q.shape)}; required [N, D] and [N] or None.")
-    counts = (ke.to(torch.int64) - ks).clamp_(min=0)
-    if bool(((ks + counts > k.shape[0]) & (counts > 0)).any()) or bool((ks < 0).any()):
-        raise ValueError(f"topk_rows: found rows whose keys are not among the {k.shape[0]}; required 0 <= ks, ke <= N.")
+    ks = ks.to(torch.int64).clamp(0, k.shape[0])
+    counts = (ke.to(torch.int64).clamp(0, k.shape[0]) - ks).clamp_(min=0)
 
     def fetch_from(first: int) -> Fetch:
         def fetch(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -129,14 +129,17 @@ def topk_paged(
         w: ``[T, H]``.
         cache: u8 ``[pages, page * (D + 4)]`` (FP8) or ``[pages, page, D]``.
         block_table: integers ``[R, nb]``, the pages of each request; entries past its keys are not read.
-        row_request: integers ``[T]``; rows of one request are best kept together.
-        ke: integers ``[T]``, position + 1, and 0 for a row of padding (whose request is not read).
+        row_request: integers ``[T]``; negative is no request, which has no keys. Rows of one request are best kept
+            together.
+        ke: integers ``[T]``, position + 1, and 0 for a row of padding (whose request is not read); clamped to
+            ``[0, nb * page]``.
         workspace_bytes: bound of all temporaries together; the result does not depend on it.
 
     Raises:
-        ValueError: arguments that do not fit together, or a workspace that one row and one page do not fit.
+        ValueError: arguments that do not fit together, a workspace that one row and one page do not fit, keys of a
+            request past the table, or of a page past the cache.
     """
-    _check(q, w, topk, row_request=row_request, ke=ke)
+    _check(q, w, topk, workspace_bytes, row_request=row_request, ke=ke)
     dim = q.shape[2]
     if cache.ndim == 3 and not cache.dtype.is_floating_point:
         raise ValueError(
@@ -148,17 +151,14 @@ def topk_paged(
             f"topk_paged: found pages of {page_size(cache, dim)} keys and a block table {list(block_table.shape)}; "
             f"required pages of {page} and [requests, pages]."
         )
-    counts = ke.to(torch.int64).clamp(min=0)
-    longest = int(counts.max()) if len(counts) else 0
-    if longest > block_table.shape[1] * page:
-        raise ValueError(
-            f"topk_paged: found a row of {longest} keys; the block table holds {block_table.shape[1]} pages of {page} "
-            "per request. Give it a column for every page."
-        )
+    counts = ke.to(torch.int64).clamp(0, block_table.shape[1] * page).masked_fill_(row_request < 0, 0)
+    require_requests(row_request, counts, block_table.shape[0])
 
     def fetch_from(request: int) -> Fetch:
         def fetch(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-            keys, scale = gather_pages(cache, block_table[request, start // page : -(-stop // page)], dim)
+            pages = block_table[request, start // page : -(-stop // page)]
+            require_pages(pages, cache.shape[0], request)
+            keys, scale = gather_pages(cache, pages, dim)
             held = keys.to(torch.float64).flatten(0, 1)[: stop - start]
             return held, None if scale is None else scale.to(torch.float64).flatten()[: stop - start]
 
@@ -252,7 +252,36 @@ def _masked_keys(
     return keys.masked_fill_(held >= counts[:, None], no_key(keys.dtype))
 
 
-def _check(q: torch.Tensor, w: torch.Tensor, topk: int, **rows: torch.Tensor) -> None:
+def require_requests(row_request: torch.Tensor, counts: torch.Tensor, requests: int) -> None:
+    """Refuse rows with keys, ``counts`` above 0, of a request that the block table does not have.
+
+    Raises:
+        ValueError: names the first such row.
+    """
+    wrong = (row_request >= requests) & (counts > 0)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"topk_paged: row_request: found {int(row_request[row])} in row {row}; required below {requests}, the "
+            "requests of the block table, or negative for a row without keys."
+        )
+
+
+def require_pages(pages: torch.Tensor, held: int, request: int) -> None:
+    """Refuse page numbers that the cache does not have.
+
+    Raises:
+        ValueError: names one.
+    """
+    low, high = (int(one) for one in pages.aminmax())
+    if low < 0 or high >= held:
+        raise ValueError(
+            f"topk_paged: block_table: found page {low if low < 0 else high} among the keys of request {request}; "
+            f"required 0 to {held - 1}, the pages of the cache."
+        )
+
+
+def _check(q: torch.Tensor, w: torch.Tensor, topk: int, workspace_bytes: int, **rows: torch.Tensor) -> None:
     faults = []
     if q.ndim != 3 or w.shape != q.shape[:2]:
         faults.append(f"found queries {list(q.shape)} and weights {list(w.shape)}; required [T, H, D] and [T, H]")
@@ -261,5 +290,7 @@ def _check(q: torch.Tensor, w: torch.Tensor, topk: int, **rows: torch.Tensor) ->
             faults.append(f"{name}: found {tensor.dtype} {list(tensor.shape)}; required i32 or i64 [{q.shape[0]}]")
     if topk < 1:
         faults.append(f"topk: found {topk}; required at least 1")
+    if workspace_bytes < 0:
+        faults.append(f"workspace_bytes: found {workspace_bytes}; required at least 0, and what the selection takes")
     if faults:
         raise ValueError("\n  ".join(["the selection cannot run:", *faults]))

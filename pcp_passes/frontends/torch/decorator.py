@@ -8,12 +8,13 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from pcp_passes.errors import ConfigError
+from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.backend import PcpBackend
 from pcp_passes.frontends.torch.executors import Executor, GroupExecutor
 from pcp_passes.frontends.torch.options import TorchOptions
@@ -67,11 +68,32 @@ class ShardedCall:
 
         Raises:
             ConfigError: no named argument was given, or their token dimensions do not exist or differ in size.
+            Refusal: the model loops over values of a tensor, or cannot be sharded.
         """
         mark_tokens(self.signature, self.options.tokens, args, kwargs)
         self.backend.make_executor()  # its error belongs to this call; one met while compiling would be kept
         with torch.no_grad():  # also for Dynamo, which would make a second graph for the other mode
-            return self._compiled(*args, **kwargs)
+            try:
+                return self._compiled(*args, **kwargs)
+            except torch._dynamo.exc.UserError as error:
+                if "data-dependent" not in str(error):
+                    raise
+                raise _no_graph(error) from error
+
+
+def _no_graph(error: Exception) -> Refusal:
+    """Refuse a loop or a branch over what a tensor holds, as Dynamo met it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    source = next((f"{place}: {code}" for place, code in reversed(list(pairwise(lines))) if 'File "' in place), "")
+    return Refusal(
+        "the model's Python code loops or branches over values of a tensor, so it has no graph of all tokens.",
+        [
+            ("found", lines[0].rpartition("(). ")[2]),
+            *([("at", source)] if source else []),
+            ("next", 'experts of transformers that loop: model.set_experts_implementation("grouped_mm"), its default;'),
+            ("", "code of your own: compute for all tokens, with a mask, what the loop computes for some"),
+        ],
+    )
 
 
 def _require_parameters(signature: inspect.Signature, tokens: Mapping[str, int]) -> None:

@@ -53,6 +53,38 @@ def test_a_layer_with_an_indexer_gathers_once() -> None:
     ]  # fmt: skip
 
 
+def test_indexers_of_target_and_drafter_are_named(pcp_json: Any, pcp: Any, tmp_path: Path) -> None:
+    """Latent 32 and rope key 16 in bf16, and an index key of 32 where keys are selected; 4 of 6 layers, and drafter."""
+    config = {**GLM, "num_nextn_predict_layers": 1, "index_n_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ("inspect", str(tmp_path), "--pcp", "4", "--drafter", "mtp", "--tokens", "4096", "--steps", "2")
+    code, data = pcp_json(*given)
+    assert code == 0
+    lines = data["indexers"]
+    layers = {number: (line["model"], line["role"]) for line in lines for number in line["layers"]}
+    roles = [*GLM["indexer_types"], "full"]
+    assert layers == {at: ("target" if at < 6 else "drafter", role) for at, role in enumerate(roles)}
+    assert sum(line["times"] for line in lines) == 7
+    for line in lines:
+        full = line["role"] == "full"
+        assert (line["heads"], line["dim"], line["topk"], line["store"]) == (8, 32, 16, "bf16")
+        assert (line["rope"], line["record"], line["index_key"]) == ("interleaved", 2 * (80 if full else 48), 64 * full)
+        assert (line["record_fp8"], line["index_key_fp8"]) == (32 + 4 + 2 * 16 + 36 * full, 36 * full)
+        calls = {"target": {"target.sharded"}, "drafter": {"drafter.sharded", "drafter.replicated"}}[line["model"]]
+        assert set(line["selections"]) == (calls if full else set())
+    drafting = lines[-1]["selections"]["drafter.replicated"]
+    assert (drafting["plan"], drafting["rows"]) == ("split", 1)
+    assert [one["spec"] for one in drafting["kernels"]] == ["split_h8_d32_bf16_paged64_k16", "merge_k16"]
+    told = pcp(*given).stdout
+    assert "split_h8_d32_bf16_paged64_k16" in told and drafting["kernels"][0]["file"][:12] in told
+
+
+def test_a_dense_target_names_no_indexer(pcp_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    _, data = pcp_json("inspect", str(tmp_path), "--pcp", "2", "--drafter", "mtp", "--tokens", "64", "--steps", "1")
+    assert data["indexers"] == []
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

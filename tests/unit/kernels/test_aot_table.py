@@ -205,9 +205,28 @@ class TestCommand:
         assert run.exit_code == 0
         assert all(name in run.stdout for name in SHIPPED)
 
-    def test_show_prints_the_text(self) -> None:
-        run = CliRunner().invoke(kernels_app, ["show", "remap_k2048_page64_count"])
-        assert run.stdout == store.generate(SHIPPED["remap_k2048_page64_count"])
+    def test_show_prints_the_text_and_writes_its_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "new"))
+        name = "remap_k2048_page64_count"
+        path = store.folder(SHIPPED[name]) / "kernel.py"
+        listed = CliRunner().invoke(kernels_app, ["--spec", name]).stdout
+        assert f"{name}  {path}  (not written yet)\n" in listed
+        run = CliRunner().invoke(kernels_app, ["show", name])
+        assert run.stdout == path.read_text() == store.generate(SHIPPED[name])
+        assert run.stderr == f"file: {path}\n"
+        assert f"{name}  {path}\n" in CliRunner().invoke(kernels_app, ["--spec", name]).stdout
+
+    @pytest.mark.parametrize("arguments", [[], ["show", "remap_k2048_page64_count"]])
+    def test_a_cache_that_is_a_file(
+        self, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").write_text("kept")
+        monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "file"))
+        run = CliRunner().invoke(kernels_app, arguments)
+        assert isinstance(run.exception, ConfigError)
+        assert "file is no folder. Set PCP_KERNELS_CACHE" in str(run.exception)
+        assert run.stdout == "", "what cannot be had is said first"
+        assert (tmp_path / "file").read_text() == "kept"
 
     def test_json_is_the_table_of_what_was_asked_for(self) -> None:
         arguments = ["--json", "--spec", "remap_k2048_page64_count", "--target", "sm_90", "--jobs", "1"]
@@ -226,7 +245,13 @@ class TestCommand:
     @pytest.mark.parametrize(
         "arguments, named",
         [
-            (["show", "topk_h32"], "unknown kernel 'topk_h32'"),
+            (
+                ["show", "topk_h32_d128_bf16_paged_k2048"],
+                "unknown kernel 'topk_h32_d128_bf16_paged_k2048'. Did you mean 'topk_h32_d128_bf16_paged64_k2048'? "
+                "`pcp kernels` lists the 24 there are.",
+            ),
+            (["show", "x"], "unknown kernel 'x'. `pcp kernels` lists the 24 there are."),
+            (["--target", "sm_90"], "without --json nothing is compiled: add --json"),
             (["--json", "--target", "sm_70"], "unknown target 'sm_70'"),
             (["--write", "x.md", "--target", "sm_90"], "leave out --spec and --target"),
         ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ast
 import itertools
+from typing import Any
 
 import pytest
 
 from pcp_kernels import catalog
 from pcp_kernels.generate import generate
+from pcp_kernels.ops import plans
 from pcp_kernels.specs import (
     DIMS,
     FAMILIES,
@@ -43,6 +45,20 @@ def test_the_named_models_find_their_kernels(heads: int, rope: str) -> None:
     for family in ("topk", "logits", "split"):
         name = f"{family}_h{heads}_d128_fp8_paged64" + ("" if family == "logits" else "_k2048")
         assert isinstance(SHIPPED[name], ScoreSpec)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_token_graphs_of_the_named_models_find_theirs(heads: int) -> None:
+    """bf16 keys of a whole sequence, contiguous: what 8192 rows run over 32768 keys, tiled, and over 262144, fused."""
+    sizes: dict[str, Any] = {"heads": heads, "store": "bf16", "layout": "contiguous", "arch": 90}
+    fused, tiled = catalog.topk(topk=2048, **sizes), [catalog.logits(**sizes), catalog.select(2048, 90)]
+    for spec in (fused, *tiled):
+        assert SHIPPED[spec.name] == spec
+    common = {"longest_tiled": catalog.CROSSOVER["bf16"].keys}
+    merger, room = catalog.merge(2048, 90), 256 << 20
+    shapes = plans.Shape(8192, 32768, 2048, 132), plans.Shape(8192, 262144, 2048, 132)
+    chosen = [plans.choose(shape, fused, catalog.select(2048, 90), merger, room, **common).kind for shape in shapes]
+    assert chosen == ["tiled", "fused"]
 
 
 def test_paged_and_contiguous_bf16_keys() -> None:

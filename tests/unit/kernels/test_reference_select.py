@@ -199,14 +199,21 @@ def test_unfit_arguments_are_refused() -> None:
         select.topk_rows(q, w, k, None, rows, ke, 0)
     with pytest.raises(ValueError, match=r"found keys \[20, 31\] and scales None"):
         select.topk_rows(q, w, k[:, 1:], None, rows, ke, 4)
-    with pytest.raises(ValueError, match=r"keys are not among the 20"):
-        select.topk_rows(q, w, k, None, rows, ke + 1, 4)
     with pytest.raises(ValueError, match=r"found a cache torch.uint8 \[5, 16, 32\]; required floating keys"):
         select.topk_paged(q, w, held.to(torch.uint8), table, rows, ke, 4, PAGE)
     with pytest.raises(ValueError, match=r"found pages of 16 keys .* required pages of 64"):
         select.topk_paged(q, w, held, table, rows, ke, 4, 64)
-    with pytest.raises(ValueError, match=r"found a row of 33 keys; the block table holds 2 pages of 16"):
-        select.topk_paged(q, w, held, table, rows, ke + 13, 4, PAGE)
+    with pytest.raises(ValueError, match=r"row_request: found 3 in row 1; required below 1, the requests of the block"):
+        select.topk_paged(q, w, held, table, torch.tensor([0, 3]), ke, 4, PAGE)
+    for wrong in (-1, 5):
+        with pytest.raises(
+            ValueError, match=rf"block_table: found page {wrong} among the keys of request 0; required 0"
+        ):
+            select.topk_paged(q, w, held, torch.full_like(table, wrong), rows, ke, 4, PAGE)
+    for call in (lambda: select.topk_rows(q, w, k, None, rows, 0 * ke, 4, workspace_bytes=-1),
+                 lambda: select.topk_paged(q, w, held, table, rows, 0 * ke, 4, PAGE, workspace_bytes=-1)):  # fmt: skip
+        with pytest.raises(ValueError, match="workspace_bytes: found -1; required at least 0"):
+            call()
 
 
 def test_no_rows_select_nothing() -> None:

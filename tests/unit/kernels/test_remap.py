@@ -67,6 +67,54 @@ def test_an_index_without_a_page_is_no_slot(interpreted: Interpreted) -> None:
     assert all(map(torch.equal, found, reference.index_remap(*args)))
 
 
+def test_a_row_of_no_request_has_no_slots(interpreted: Interpreted) -> None:
+    indices, table, request, page = paged(4, 48, 16)
+    request = torch.tensor([-1, 2, -1, -(2**31)], dtype=torch.int32)
+    found = interpreted(call, "index_remap", (indices, table, request, page))
+    assert all(map(torch.equal, found, reference.index_remap(indices, table, request, page)))
+    assert found[1].tolist() == [0, int((indices[1] >= 0).sum()), 0, 0]
+
+
+def unchecked(name: str, args: tuple[Any, ...]) -> Any:
+    """As on a GPU, where nobody looks at the values before the kernel runs."""
+    from pcp_kernels.ops import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Faults, "below", lambda *_: None)
+        patch.setattr(reference, "require_requests", lambda *_: None)
+        return call(name, args)
+
+
+def test_kernels_do_not_follow_a_request_or_row_past_the_last(interpreted: Interpreted) -> None:
+    indices, table, _, page = paged(3, 48, 16)
+    far = torch.tensor([0, 3, 2**31 - 1], dtype=torch.int32)
+    indices = indices[:1].clone().fill_(5).expand(3, 48).contiguous()
+    slots, count = interpreted(unchecked, "index_remap", (indices, table, far, page))
+    assert count.tolist() == [48, 0, 0]
+    assert (slots[1:] == -1).all() and (slots[0] == int(table[0, 0]) * page + 5).all()
+    owned = interpreted(unchecked, "select_owner_rows", (indices, torch.tensor([2, 3, 2**40]), 7))
+    assert owned[:, 0].tolist() == [5, 7, 7]
+
+
+@pytest.mark.parametrize("kept", ["reference", "interpreter"])
+def test_a_request_or_row_past_the_last_is_refused_on_a_cpu(interpreted: Interpreted, kept: str) -> None:
+    run = call if kept == "reference" else (lambda *args: interpreted(call, *args))
+    request = torch.tensor([0, 0, 1, 9, 2], dtype=torch.int32)
+    with pytest.raises((ValueError, AssertionError), match="row_request: found 9 in row 3; required below 3, the requ"):
+        run("index_remap", (INDICES, TABLE, request, PAGE))
+    empty = torch.full_like(INDICES, -1)
+    assert run("index_remap", (empty, TABLE, request, PAGE))[1].tolist() == [0] * 5, "padding may name any"
+    with pytest.raises((ValueError, AssertionError), match="rows: found 99; required below 5"):
+        run("select_owner_rows", (INDICES, torch.tensor([0, -1, 99])))
+
+
+def test_references_refuse_by_themselves() -> None:
+    with pytest.raises(ValueError, match="row_request: found 9 in row 1"):
+        reference.index_remap(INDICES[3:], TABLE, torch.tensor([0, 9]), PAGE)
+    with pytest.raises(ValueError, match="found row 5; required below 5"):
+        owner_reference.select_owner_rows(INDICES, torch.tensor([0, 5]))
+
+
 @pytest.mark.parametrize(
     "edits",
     [
@@ -75,7 +123,7 @@ def test_an_index_without_a_page_is_no_slot(interpreted: Interpreted) -> None:
         {"index % 16, -1)": "index, -1)"},
         {"request * table_step": "0 * table_step"},
         {"tl.sum(found": "1 + tl.sum(found"},
-        {" & (page < pages)": "", "found = found & (block >= 0)": "found = index >= 0"},
+        {" & (page < reach)": "", "found = found & (block >= 0)": "found = index >= 0"},
     ],
     ids=["0 for no slot", "page size", "no offset in the page", "request 0", "count", "unused page"],
 )

@@ -163,6 +163,8 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ops.sparse_mla(Q, LATENT.int(), ROPE, SLOTS, 1.0), "latent: found torch.int32.*required bfloat16 or"),
     (lambda: ops.sparse_mla(Q, LATENT, ROPE[1:], SLOTS, 1.0), r"rope_key: found .*\[89, 16\].*\[90, R\]"),
     (lambda: ops.sparse_mla(Q, LATENT, ROPE, SLOTS.long(), 1.0), "slots: found torch.int64"),
+    (lambda: ops.sparse_mla(Q, LATENT, ROPE, SLOTS + 1000, 1.0), r"slots: found \d+; required below \d+, the rows of"),
+    (lambda: ops.sparse_mla(Q, LATENT, ROPE, SLOTS, 1.0, workspace_bytes=-1), "workspace_bytes: found -1; required at"),
     (lambda: ops.sparse_mla(Q, LATENT, ROPE, SLOTS[:3], 1.0), r"slots: found .*\[3, 48\].*\[4, k\]"),
     (
         lambda: ops.sparse_mla_records(Q, RECORDS[:, 1:], SLOTS, 1.0, latent_dim=64, rope_dim=16),

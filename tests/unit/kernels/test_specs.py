@@ -130,7 +130,6 @@ class TestDevice:
         "chosen, interpret, named",
         [
             ("triton", "", "PCP_KERNELS: found 'triton'; supported: reference, interpreter"),
-            ("", "", "PCP_KERNELS: found ''; supported"),
             ("interpreter", "0", "PCP_KERNELS=interpreter: found TRITON_INTERPRET='0'; required: '1'"),
         ],
     )

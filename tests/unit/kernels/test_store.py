@@ -166,6 +166,39 @@ def test_a_cache_that_cannot_be_written_is_replaced_with_a_warning(
     assert "cannot be used" in caplog.text and store.CACHE_VARIABLE in caplog.text
 
 
+def test_many_kernels_that_cannot_be_kept_are_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        for topk in (16, 32, 48):
+            store.write(specs.RemapSpec(topk=topk))
+    assert caplog.text.count("cannot be used") == 1
+    # Another folder is another fault, which is told as well.
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "file" / "deeper"))
+    with caplog.at_level(logging.WARNING):
+        store.write(SPEC)
+    assert caplog.text.count("cannot be used") == 2
+
+
+def test_a_cache_that_is_a_file_is_said_before_anything_is_written(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.require_root() == own_cache, "a folder that is not there yet will do"
+    (tmp_path / "file").write_text("")
+    for named in ("file", "file/deeper"):
+        monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / named))
+        with pytest.raises(store.KernelStoreError, match=f"file is no folder. Set {store.CACHE_VARIABLE}"):
+            store.require_root()
+
+
+def test_the_home_of_the_user_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(store.CACHE_VARIABLE, "~/kc")
+    assert store.root() == tmp_path / "kc"
+
+
 def test_a_whole_cache_is_used_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     path = store.write(SPEC)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from pcp_kernels import catalog
 from pcp_kernels.ops import launch
 from pcp_kernels.ops.topk import index_topk_paged, index_topk_rows
+from pcp_kernels.reference.select import DEFAULT_WORKSPACE_BYTES
+from pcp_kernels.specs import UnsupportedSpec
 from tests.interpreted import ChildError, Interpreted
 from tests.unit.kernels import topk_cases as cases
 from tests.unit.kernels.topk_cases import AMPLE, PAGE, Paged, Rows, paged_case, rows_case
@@ -109,6 +113,8 @@ def _paged(**change: Any) -> Callable[[], torch.Tensor]:
         (_rows(k_scale=torch.ones(7)), r"k_scale: found torch.float32 \[7\].*required float32 \[90\]"),
         (_rows(ke=ROWS.ke.long()), r"ke: found torch.int64 \[3\].*required int32 \[3\]"),
         (_rows(ks=ROWS.ks[:1]), r"ks: found torch.int32 \[1\].*required int32 \[3\]"),
+        (_paged(page=-64), r"page: found -64; required at least 1$"),
+        (_paged(page=0), r"page: found 0; required at least 1$"),
         (_paged(page=32), r"cache: found torch.uint8 \[\d+, 576\].*required uint8 \[pages, 1152\]"),
         (_paged(block_table=PAGED.block_table[0]), r"block_table: found torch.int32 .*required int32 \[R, nb\]"),
         (_paged(row_request=PAGED.row_request.long()), "row_request: found torch.int64"),
@@ -139,6 +145,96 @@ def test_all_faults_are_named_at_once() -> None:
     with pytest.raises(ValueError, match="w: found") as error:
         index_topk_rows(ROWS.q, ROWS.w[:2], ROWS.k, None, ROWS.ks.long(), ROWS.ke, 16, AMPLE)
     assert all(name in str(error.value) for name in ("w: found", "k_scale: required", "ks: found"))
+
+
+def _on(interpreted: Interpreted, kept: str) -> Callable[..., torch.Tensor]:
+    """The operator by the reference, or by the kernels in the interpreter."""
+    return cases.run_op if kept == "reference" else lambda *args: interpreted(cases.run_op, *args)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BOTH = pytest.mark.parametrize("kept", ["reference", "interpreter"])
+
+
+@BOTH
+def test_bounds_outside_the_keys_are_clamped(interpreted: Interpreted, kept: str) -> None:
+    """By every implementation to the same: the selection of the bounds that are left."""
+    run = _on(interpreted, kept)
+    wild = replace(ROWS, ks=ints(-5, 60, 2**31 - 1), ke=ints(1000, 2**31 - 1, 2**31 - 1))
+    tame = replace(ROWS, ks=ints(0, 60, 0), ke=ints(90, 90, 0))
+    assert torch.equal(run(wild), tame.reference())
+    none = replace(ROWS, ks=ints(-(2**31), 95, 0), ke=ints(-1, 5, -(2**31)))
+    assert (run(none) == -1).all()
+    room = PAGED.block_table.shape[1] * PAGE
+    full = torch.zeros_like(PAGED.block_table)
+    wild_pages = replace(PAGED, block_table=full, ke=ints(room + 1, 2**31 - 1, -7))
+    tame_pages = replace(PAGED, block_table=full, ke=ints(room, room, 0))
+    assert torch.equal(run(wild_pages), tame_pages.reference())
+
+
+@BOTH
+def test_a_row_of_no_request_selects_nothing(interpreted: Interpreted, kept: str) -> None:
+    run = _on(interpreted, kept)
+    found = run(replace(PAGED, row_request=ints(-1, 0, -(2**31)), ke=ints(40, 41, 5)))
+    assert (found[[0, 2]] == -1).all()
+    assert torch.equal(found[1], PAGED.reference()[1])
+
+
+@BOTH
+def test_requests_and_pages_that_are_not_there_are_refused_on_a_cpu(interpreted: Interpreted, kept: str) -> None:
+    run = _on(interpreted, kept)
+    with pytest.raises((ValueError, AssertionError), match="row_request: found 5 in row 1; required below 2, the requ"):
+        run(replace(PAGED, row_request=ints(0, 5, 1)))
+    assert torch.equal(run(replace(PAGED, row_request=ints(0, 0, 5))), PAGED.reference()), "row 2 is padding"
+    for wrong in (-100, 100):
+        with pytest.raises(
+            (ValueError, AssertionError), match=r"block_table: found page -?\d+ among the keys of reque"
+        ):
+            run(replace(PAGED, block_table=PAGED.block_table + wrong))
+
+
+def run_past_the_table(case: Paged) -> torch.Tensor:
+    """As on a GPU, where nobody looks at the requests before the kernels run."""
+    return cases.run(case, "fused")
+
+
+def test_kernels_take_a_request_past_the_table_for_none(interpreted: Interpreted) -> None:
+    found = interpreted(run_past_the_table, replace(PAGED, row_request=ints(0, 2**31 - 1, 2), ke=ints(40, 41, 5)))
+    assert torch.equal(found[0], PAGED.reference()[0])
+    assert (found[1:] == -1).all()
+
+
+@BOTH
+@pytest.mark.parametrize("case", [ROWS, PAGED, replace(ROWS, ke=ROWS.ks)], ids=["rows", "paged", "nothing to score"])
+def test_a_negative_workspace_is_refused_whatever_is_scored(
+    interpreted: Interpreted, kept: str, case: Rows | Paged
+) -> None:
+    with pytest.raises((ValueError, AssertionError), match="workspace_bytes: found -1; required at least 0"):
+        _on(interpreted, kept)(case, -1)
+
+
+def test_the_workspace_has_a_default() -> None:
+    assert torch.equal(index_topk_rows(*ROWS.arguments()), ROWS.reference())
+    assert torch.equal(index_topk_paged(*PAGED.arguments()), PAGED.reference())
+    assert torch.equal(index_topk_rows(*ROWS.arguments(), workspace_bytes=AMPLE), ROWS.reference())
+    assert "64 MiB unless told otherwise" in (index_topk_rows._init_fn.__doc__ or "")
+    assert DEFAULT_WORKSPACE_BYTES == 64 << 20
+
+
+@pytest.mark.parametrize("named, runs", [("", True), ("reference", True), ("refrence", False)])
+def test_what_the_environment_names(monkeypatch: pytest.MonkeyPatch, named: str, runs: bool) -> None:
+    monkeypatch.setenv("PCP_KERNELS", named)
+    with nullcontext() if runs else pytest.raises(ValueError, match="PCP_KERNELS: found 'refrence'; supported: refer"):
+        assert torch.equal(index_topk_rows(*ROWS.arguments()), ROWS.reference())
+
+
+def test_what_follows_from_a_wrong_argument_is_not_held_against_the_caller() -> None:
+    with pytest.raises(UnsupportedSpec, match="heads: found 3") as error:
+        catalog.topk(heads=3, topk=16, arch=catalog.INTERPRETER)
+    assert "block_queries" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -177,10 +177,10 @@ def run_counted(case: Case, kind: plans.Kind | None, workspace_bytes: int) -> tu
     return found, counted.total
 
 
-def run_op(case: Case) -> torch.Tensor:
-    """Through the operator, which takes the interpreter in this process."""
+def run_op(case: Case, workspace_bytes: int = AMPLE) -> torch.Tensor:
+    """Through the operator, which in the interpreter's process takes the interpreter."""
     operator = ops.index_topk_rows if isinstance(case, Rows) else ops.index_topk_paged
-    result: torch.Tensor = operator(*case.arguments(), AMPLE)
+    result: torch.Tensor = operator(*case.arguments(), workspace_bytes)
     return result
 
 

@@ -207,3 +207,35 @@ def test_inductor_compiles_them_for_any_number_of_tokens() -> None:
         made = index_inputs("plain", rows)
         torch.testing.assert_close(compiled(*made), attention(*made), rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1
+
+
+def test_the_implementation_is_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, w = index_inputs("plain")
+    expected = select(q, k, w, torch.arange(ROWS))
+    monkeypatch.setenv("PCP_KERNELS", "reference")
+    assert torch.equal(select(q, k, w, torch.arange(ROWS)), expected)
+    for chosen, says in (("refrence", "found 'refrence'; supported: reference"), ("interpreter", "TRITON_INTERPRET")):
+        monkeypatch.setenv("PCP_KERNELS", chosen)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        with pytest.raises(ValueError, match=says):
+            select(q, k, w, torch.arange(ROWS))
+        select(*index_inputs("plain", dtype=torch.float64), torch.arange(ROWS))  # no kernel: always the reference
+
+
+def test_the_generated_kernels_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that is Triton's interpreter; here the op that would launch it says that it was called."""
+    from pcp_kernels import device
+    from pcp_kernels.ops import topk
+
+    q, k, w = index_inputs("plain")
+    expected = select(q, k, w, torch.arange(ROWS))
+    called: list[tuple[int, ...]] = []
+
+    def kernels(*operands: Any) -> Tensor:
+        called.append(tuple(operands[0].shape))
+        return expected[0]
+
+    monkeypatch.setattr(device, "implementation", lambda tensor: "interpreter")
+    monkeypatch.setattr(topk, "index_topk_rows", kernels)
+    assert torch.equal(select(q, k, w, torch.arange(ROWS)), expected)
+    assert called == [(ROWS, HEADS, SIZE)]

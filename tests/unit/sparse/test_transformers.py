@@ -21,7 +21,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from pcp_kernels.reference import select
-from pcp_passes.errors import ConfigError
+from pcp_passes import simulate_model
+from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.ir import meta
 from pcp_passes.passes.tokens import lower_indexer, match_selected
 from pcp_passes.sparse.ops import select_keys_op, sparse_attend_op
@@ -182,3 +183,22 @@ def test_a_wrong_layout_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower_indexer, "has_plan", lambda graph: False)
     with pytest.raises(ConfigError, match="layout 'local': there are 96 keys and 48 rows"):
         ShardedModels()(model, dict(make_inputs(model, TOKENS)), 2)
+
+
+def test_experts_that_loop_are_refused_with_what_to_set() -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind = "glm_moe_dsa"
+    values: dict[str, Any] = {
+        **(recipes()[kind].values or {}), "num_hidden_layers": 1, "indexer_types": ["full"],
+        "layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"],
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values), experts_implementation="eager").eval()
+    inputs = {"input_ids": torch.arange(24)[None] % 32}
+    with pytest.raises(Refusal, match="loops or branches") as refused:
+        simulate_model(model, inputs, pcp=2)
+    assert 'set_experts_implementation("grouped_mm")' in str(refused.value) and "expert_hit" in str(refused.value)
+    model.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        close = torch.allclose(simulate_model(model, inputs, pcp=2).logits, model(**inputs).logits, atol=1e-4)
+    assert close, "what it says to set runs"
