@@ -50,7 +50,7 @@ def matmuls(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 def einsums(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     scores = torch.einsum("bthd,bsd->bths", q, k).relu()
-    return torch.einsum("bths,bth->bts", scores, w * INDEX_SCALE)
+    return torch.einsum("bths,bth->bts", scores.swapaxes(1, 2).swapaxes(1, 2), w * INDEX_SCALE)
 
 
 def heads_first(q: Tensor, k: Tensor, w: Tensor) -> Tensor:

@@ -45,28 +45,34 @@ def require_kernels(graphs: list[fx.Graph], options: EngineOptions, dtype: torch
     for node in (node for graph in graphs for node in graph.nodes):
         name = rules.op_name(node)
         if name == "pcp::mla_attend" and rules.named_argument(node, "indices") is not None:
-            latent, rope = _attention(node, options, store, device)
-            if device.type == "cuda" and store == "fp8":
-                wrong.update(dict.fromkeys(_faults("LatentPackSpec", latent=latent, rope_dim=rope)))
-        elif name == "pcp::index_topk" and device.type == "cuda":
+            _attention(node, options, store, device)
+        elif device.type != "cuda":
+            continue
+        elif name == "pcp::index_topk":
             wrong.update(dict.fromkeys(_index_faults(node, options, store)))
+        elif name == "pcp::pack_record" and rules.argument(node, 3) == "fp8":
+            wrong.update(dict.fromkeys(_latent_faults(node)))
+        elif name == "pcp_kernels::dsa_pack":
+            wrong.update(dict.fromkeys((*_latent_faults(node), *_prologue_faults(node, "PackSpec", "k"))))
+        elif name == "pcp_kernels::index_prep":
+            heads = int(_shape(node.args[0])[1])
+            wrong.update(dict.fromkeys(_prologue_faults(node, "PrepSpec", "q", heads=heads)))
     if wrong:
         raise ConfigError(
-            f"the sparse indexer of this model has no kernel for {device} with cache_dtype={options.cache_dtype!r} and "
-            f"block_size={options.block_size}:\n" + "\n".join(wrong) + "\nChange the option, or run on CPU, where the "
-            "references serve every shape."
+            f"the sparse indexer, or the FP8 latents, of this model have no kernel for {device} with "
+            f"cache_dtype={options.cache_dtype!r} and block_size={options.block_size}:\n" + "\n".join(wrong) + "\n"
+            "Change the option, or run on CPU, where the references serve every shape."
         )  # fmt: skip
 
 
-def _attention(node: fx.Node, options: EngineOptions, store: str, device: torch.device) -> tuple[int, int]:
-    """Sizes of the latent and of the rope key, when somebody attends over them."""
+def _attention(node: fx.Node, options: EngineOptions, store: str, device: torch.device) -> None:
+    """Whether somebody attends over such rows."""
     q, latent = _shape(node.args[0]), int(rules.named_argument(node, "latent"))
     held = meta.tensor(node)
     assert held is not None, f"%{node.name} has no value"
     rows = torch.uint8 if store == "fp8" else next(kind for kind, name in _STORES.items() if name == store)
     request = backends.Request(device.type, held.dtype, rows, int(q[1]), latent, int(q[2]) - latent)
     backends.choose(request, options.sparse_attention)
-    return request.latent, request.rope
 
 
 def _index_faults(node: fx.Node, options: EngineOptions, store: str) -> Iterator[str]:
@@ -76,6 +82,24 @@ def _index_faults(node: fx.Node, options: EngineOptions, store: str) -> Iterator
     yield from _faults("TopKSpec", heads=heads, dim=dim, store=store, page=page, topk=topk)
     yield from _faults("ScatterSpec", dim=dim, store=store, page=page)
     yield from _faults("RemapSpec", topk=topk, page=page)
+    card = backends.capability()
+    if store == "fp8" and card is not None and card < (8, 9):
+        yield f"  device: found compute capability {card[0]}.{card[1]}; supported: 8.9 and above for fp8"
+
+
+def _latent_faults(node: fx.Node) -> Iterator[str]:
+    """Of the kernel that packs latents and rope keys, the first two operands, to FP8."""
+    latent, rope = (int(_shape(node.args[place])[-1]) for place in (0, 1))
+    yield from _faults("LatentPackSpec", latent=latent, rope_dim=rope)
+
+
+def _prologue_faults(node: fx.Node, spec: str, turned: str, **sizes: int) -> Iterator[str]:
+    """Of the kernel that turns and quantises keys or queries, its operand ``turned``."""
+    cos = rules.named_argument(node, "cos")
+    yield from _faults(
+        spec, dim=int(_shape(rules.named_argument(node, turned))[-1]), rope=rules.named_argument(node, "rope"),
+        rope_dim=0 if cos is None else 2 * int(_shape(cos)[-1]), **sizes,
+    )  # fmt: skip
 
 
 def _faults(spec: str, **values: Any) -> Iterator[str]:

@@ -68,10 +68,11 @@ def _write_without_sync(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Te
     flat = _as_copied(cache).flatten(0, 1)
     rows = _as_copied(rows.to(cache.dtype))
     keep = slots >= 0
-    stand_in = keep.to(torch.int8).argmax()
+    # One-element tensors throughout: an index without dimensions is read on the host.
+    stand_in = keep.to(torch.int8).argmax(0, keepdim=True)
     slot = slots[stand_in].clamp(min=0)
-    value = torch.where(keep[stand_in], rows[stand_in], flat[slot])
-    flat.index_copy_(0, torch.where(keep, slots, slot), torch.where(keep[:, None, None], rows, value[None]))
+    value = torch.where(keep[stand_in, None, None], rows[stand_in], flat[slot])
+    flat.index_copy_(0, torch.where(keep, slots, slot), torch.where(keep[:, None, None], rows, value))
 
 
 def _as_copied(x: torch.Tensor) -> torch.Tensor:

@@ -59,22 +59,28 @@ def is_cast(node: fx.Node) -> bool:
 
 def is_upcast(node: fx.Node) -> bool:
     """Whether a node widens the floats of its operand, which loses nothing."""
-    source = node.args[0] if is_cast(node) and node.args else None
+    return is_cast(node) and bool(node.args) and _widens(node, node.args[0])
+
+
+def _widens(node: fx.Node, source: Any) -> bool:
     own, held = meta.tensor(node), meta.tensor(source)
     if own is None or held is None or not (own.is_floating_point() and held.is_floating_point()):
         return False
-    return own.dtype == held.dtype or own.dtype == torch.promote_types(own.dtype, held.dtype)
+    return own.dtype == torch.promote_types(own.dtype, held.dtype)
 
 
 def before_view(node: fx.Node, labels: Labels, known: Sizes) -> tuple[fx.Node, Labels] | None:
-    """The operand of a view, cast or broadcast, with its labels; ``None`` for any other node."""
+    """The operand of a view, cast or broadcast, with its labels; ``None`` for any other node.
+
+    A cast that rounds, or cuts to integers, and a view of the bits change the elements: they are other nodes.
+    """
     name = rules.op_name(node)
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     sizes = shape_of(source) if source is not None else None
     if source is None or sizes is None:
         return None
     if name in _SAME:
-        return source, labels
+        return (source, labels) if is_upcast(node) else None
     if name in ("aten::expand", "aten::broadcast_to"):
         kept = labels[len(labels) - len(sizes) :]
         return source, tuple(() if size == 1 else label for size, label in zip(sizes, kept, strict=True))
@@ -83,10 +89,15 @@ def before_view(node: fx.Node, labels: Labels, known: Sizes) -> tuple[fx.Node, L
     if name == "aten::select":
         dim = int(rules.named_argument(node, "dim")) % len(sizes)
         return (source, (*labels[:dim], (), *labels[dim:])) if sizes[dim] == 1 else None
-    if name in _REGROUPING:
+    if name in _REGROUPING and _dtype(node) == _dtype(source):
         found = _regrouped(parts(labels), sizes, known)
         return None if found is None else (source, found)
     return None
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    held = meta.tensor(node)
+    return None if held is None else held.dtype
 
 
 def _untransposed(node: fx.Node, name: str, labels: Labels) -> Labels:
@@ -95,7 +106,8 @@ def _untransposed(node: fx.Node, name: str, labels: Labels) -> Labels:
     if name == "aten::permute":
         order = [int(dim) % rank for dim in rules.named_argument(node, "dims")]
     elif rank >= 2:
-        named_dims = (rules.named_argument(node, key) for key in ("dim0", "dim1"))
+        keys = ("axis0", "axis1") if name == "aten::swapaxes" else ("dim0", "dim1")
+        named_dims = (rules.named_argument(node, key) for key in keys)
         one, other = (-2, -1) if name in ("aten::t", "aten::mT", "aten::numpy_T") else map(int, named_dims)
         order[one], order[other] = order[other], order[one]
     out: list[Label] = [()] * rank
@@ -177,7 +189,9 @@ def _sum_of_product(node: fx.Node, labels: Labels, summed: str, known: Sizes) ->
     inner = node.args[0]
     dims, keep = rules.named_argument(node, "dim"), bool(rules.named_argument(node, "keepdim"))
     sizes = shape_of(inner) if isinstance(inner, fx.Node) else None
-    while isinstance(inner, fx.Node) and is_cast(inner):
+    if not _widens(node, inner):  # it may sum in a dtype of its own
+        return None
+    while isinstance(inner, fx.Node) and is_upcast(inner):
         inner = inner.args[0]
     if not isinstance(inner, fx.Node) or rules.op_name(inner) != "aten::mul" or sizes is None or not dims:
         return None

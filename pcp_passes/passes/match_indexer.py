@@ -14,6 +14,7 @@ Which keys a row may see is told by the masks, which a caller has to judge.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,12 +205,12 @@ def _masking(at: fx.Node) -> tuple[fx.Node, Masking] | None:
     name = rules.op_name(at)
     if name == "aten::masked_fill":
         inner, mask, low = (rules.named_argument(at, key) for key in ("self", "mask", "value"))
-        return inner, Masking(at, mask, True, _number(at, low))
+        return (inner, Masking(at, mask, True, _number(at, low))) if shape_of(inner) == shape_of(at) else None
     if name == "aten::where":
         mask, one, other = (rules.named_argument(at, key) for key in ("condition", "self", "other"))
         if isinstance(one, fx.Node) and shape_of(one) == shape_of(at):
             return one, Masking(at, mask, False, _number(at, other))
-        if isinstance(other, fx.Node):
+        if isinstance(other, fx.Node) and shape_of(other) == shape_of(at):
             return other, Masking(at, mask, True, _number(at, one))
     return None
 
@@ -234,8 +235,10 @@ def _factor(at: fx.Node) -> tuple[fx.Node, float] | None:
     inner, factor = rules.named_argument(at, "self"), rules.named_argument(at, "other")
     if not isinstance(inner, fx.Node) and name == "aten::mul":
         inner, factor = factor, inner
-    if not isinstance(factor, (int, float)) or factor <= 0 or not isinstance(inner, fx.Node):
+    positive = isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0
+    if not positive or not isinstance(inner, fx.Node) or rules.named_argument(at, "rounding_mode") is not None:
         raise Mismatch(at, "scores are scaled by a positive constant")
+    assert isinstance(factor, (int, float))
     return inner, float(factor) if name == "aten::mul" else 1.0 / float(factor)
 
 
@@ -284,9 +287,10 @@ def _rectified(node: fx.Node) -> fx.Node | None:
         bounds = (rules.named_argument(node, "threshold"), rules.named_argument(node, "value"))
         return inner if bounds == (0, 0) else None
     if name in ("aten::maximum", "aten::max", "aten::fmax"):
-        for one, other in (node.args[:2], node.args[1::-1]):
-            if isinstance(one, fx.Node) and isinstance(other, fx.Node) and _is_zero(other):
-                return one
+        for one, other in (node.args[:2], node.args[1::-1]) if len(node.args) > 1 else ():
+            both = isinstance(one, fx.Node) and isinstance(other, fx.Node)
+            if both and _is_zero(other) and shape_of(one) == shape_of(node):  # type: ignore[arg-type]
+                return one  # type: ignore[return-value]
     return None
 
 

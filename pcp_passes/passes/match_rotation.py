@@ -107,6 +107,8 @@ def _behind(node: fx.Node) -> fx.Node | None:
     if [size for size in sizes if size != 1] != [size for size in before if size != 1]:
         return None
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    if name in _RESHAPING and held.dtype != given.dtype:  # a view of the bits
+        return None
     if held.device != given.device or (held.dtype != given.dtype and {held.dtype, given.dtype} - set(floats)):
         return None
     return inner

@@ -113,7 +113,7 @@ class Reference:
 _STORES = {torch.uint8: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def _capability() -> tuple[int, int] | None:
+def capability() -> tuple[int, int] | None:
     """Of the card; ``None`` where there is none, as when a configuration for another machine is checked."""
     try:
         return torch.cuda.get_device_capability()
@@ -142,7 +142,7 @@ class Triton:
             return f"queries have the dtype of the rows in it, here {request.dtype} and {request.rows}"
         if request.rows == torch.uint8 and request.dtype != torch.bfloat16:
             return f"queries over FP8 records are bf16 in it, here {request.dtype}"
-        card = _capability()
+        card = capability()
         if request.rows == torch.uint8 and card is not None and card < (8, 9):
             return f"FP8 records take compute capability 8.9, this is {card}"
         return ""
@@ -181,7 +181,7 @@ class FlashMLA:
             return f"it needs a CUDA device, the tensors are on {request.device}"
         if importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
-        card = _capability()
+        card = capability()
         if card is not None and card[0] not in self.capabilities:
             return f"it runs on compute capability 9 and 10, this is {card}"
         if request.heads > max(self.heads):

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +14,12 @@ import torch
 
 from pcp_kernels.ops import index_pack, index_prep
 from pcp_passes.errors import ConfigError, PcpError
+from pcp_passes.frontends.vllm import plugin
+from pcp_passes.frontends.vllm import runtime as runtimes
 from pcp_passes.frontends.vllm.sparse import ops, rules
-from pcp_passes.frontends.vllm.sparse.rows import StepRows, step_rows
+from pcp_passes.frontends.vllm.sparse.rows import StepRows, rotated, step_rows
 from pcp_passes.ir import rules as table
+from pcp_passes.options import PcpOptions
 from pcp_passes.passes import PassContext, build_variants
 from pcp_passes.passes.observers import VerifyObserver
 from tests import toy_runs
@@ -47,7 +53,79 @@ def test_rows_of_a_step(starts, lengths, rows, requests, visible) -> None:
     assert more_visible.tolist() == [*visible, 0, 0] and more_requests[:rows].tolist() == requests
 
 
+class Rotary:
+    """As vLLM's layer where custom ops are on: what a call reaches is wrong."""
+
+    def forward_native(self, positions, q, k):
+        return q * positions[:, None, None], k * positions[:, None, None]
+
+    def __call__(self, positions, q, k):
+        return q.zero_(), k.zero_()
+
+
+def test_rotation_is_never_that_of_the_cpu_kernel() -> None:
+    positions, q = torch.tensor([2, 3]), torch.ones(2, 3, 4)
+    turned, key = rotated(Rotary(), positions, q, torch.ones(2, 1, 4))
+    assert turned[:, 0, 0].tolist() == [2, 3] and key[:, 0, 0].tolist() == [2, 3] and q.all()
+
+
+def test_the_layer_turns_nothing_by_calling_a_rotary_layer() -> None:
+    tree = ast.parse((Path(ops.__file__).parent / "layer.py").read_text())
+    calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    turns = [call for call in calls if "rotary_emb" in call or "rope_emb" in call]
+    assert len(turns) == 2 and all(call.startswith("rotated(") for call in turns)
+
+
 # -- the ops -----------------------------------------------------------------------------------------------
+
+
+def _context(monkeypatch: pytest.MonkeyPatch, metadata, slots) -> None:
+    held = SimpleNamespace(attn_metadata=metadata, slot_mapping=slots, no_compile_layers={"attn": "layer"})
+    module = SimpleNamespace(get_forward_context=lambda: held)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(forward_context=module))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+
+
+@pytest.mark.parametrize(
+    "metadata, slots, found",
+    [
+        ({"attn": "step", "other": ""}, {"attn": "slots"}, ("layer", "slots", "step")),
+        # A profile run, and a dummy run whose slots are of no step.
+        (None, {}, ("layer", None, None)),
+        (None, {"attn": "slots"}, ("layer", None, None)),
+    ],
+)
+def test_what_a_forward_holds_for_a_layer(monkeypatch: pytest.MonkeyPatch, metadata, slots, found) -> None:
+    _context(monkeypatch, metadata, slots)
+    assert ops._layer_of("attn") == found
+
+
+@pytest.mark.parametrize(
+    "metadata, slots",
+    [
+        ({"other": ""}, {"attn": ""}),
+        ({"attn": ""}, {"other": ""}),
+        ({"attn": ""}, {}),
+        ([{"attn": ""}, {"attn": ""}], [{"attn": ""}, {"attn": ""}]),  # two micro-batches
+    ],
+)
+def test_a_layer_that_a_step_forgets_is_no_profile_run(monkeypatch: pytest.MonkeyPatch, metadata, slots) -> None:
+    """Its keys would not be written, or it would attend to nothing, without a word."""
+    _context(monkeypatch, metadata, slots)
+    with pytest.raises(ConfigError, match=r"attn: found slots of .* required both of every layer"):
+        ops._layer_of("attn")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_engine_that_asks_for_nothing_finds_no_runtime(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """Hooks stay in a process, so one of an earlier engine would rewrite or check it."""
+    monkeypatch.setattr(runtimes, "_current", runtimes.Runtime(PcpOptions(mode="check"), 1, 0))
+    started: list[object] = []
+    monkeypatch.setattr(runtimes, "start", lambda options, config: started.append(config))
+    config = SimpleNamespace(additional_config={"pcp_passes": {}} if asked else {})
+    assert plugin._around_runner_init(lambda runner, given: (runner, given), "runner", config) == ("runner", config)
+    assert started == ([config] if asked else [])
+    assert asked or runtimes.current() is None
 
 
 @dataclass

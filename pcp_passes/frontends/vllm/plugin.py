@@ -175,7 +175,9 @@ def _around_runner_init(original: Callable[..., Any], runner: Any, vllm_config: 
     from pcp_passes.frontends.vllm import runtime
 
     options = vllm_options.options_of(vllm_config.additional_config)
-    if options is not None:
+    if options is None:  # a second engine in this process, which asks for nothing
+        runtime.forget()
+    else:
         runtime.start(options, vllm_config)
     return original(runner, vllm_config, *args, **kwargs)
 

@@ -133,6 +133,13 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
     return runtime
 
 
+def forget() -> None:
+    """Stop, and let the hooks that stay in this process find no runtime (idempotent)."""
+    global _current
+    stop()
+    _current = None
+
+
 def stop() -> None:
     """Say goodbye to the other ranks, so that they do not miss this one (idempotent)."""
     if _current is not None and _current.heartbeat is not None:

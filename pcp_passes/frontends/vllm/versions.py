@@ -218,6 +218,11 @@ SPARSE_SYMBOLS: tuple[Symbol, ...] = (
         {"": ("self", "head_dim", "dtype", "prefix", "cache_config")},
     ),
     Symbol(
+        "vllm.model_executor.layers.rotary_embedding.base",
+        "RotaryEmbedding.forward_native",
+        {"": ("self", "positions", "query", "key")},
+    ),
+    Symbol(
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder.build",
         {"": ("self", "common_prefix_len", "common_attn_metadata", "fast_build")},

@@ -12,6 +12,7 @@ from torch import fx
 
 from pcp_passes.errors import Refusal
 from pcp_passes.ir import meta, rules
+from pcp_passes.ir.index.values import HIDDEN_HALF
 from pcp_passes.ir.printer import print_node
 from pcp_passes.passes.base import Note, PassContext, PassResult, note
 from pcp_passes.passes.match_indexer import Indexer, Mismatch, canonical, match_indexer
@@ -92,6 +93,8 @@ def _match(keys: fx.Node) -> Indexer:
         held = meta.tensor(masking.mask)
         if held is None or any(not isinstance(size, int) or size != 1 for size in held.shape):
             raise Mismatch(masking.node, "a mask with sizes of the sequence states more than positions do")
+        if masking.low is not None and not masking.low <= HIDDEN_HALF:  # of NaN neither holds
+            raise Mismatch(masking.node, f"hidden scores become {masking.low}, which a score may be")
     if not found.masks:
         raise Mismatch(
             found.selection, "scores are masked before the selection: without a mask a row would see later keys"

@@ -24,6 +24,7 @@ from pcp_passes.passes.tokens.rewriting import Maker, Positions, refresh
 _ATEN: Any = torch.ops.aten
 _SCATTERS = ("aten::scatter",)
 _CAUSAL = Visible(right=0)
+_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _visible(masking: Masking, values: Values) -> Visible:
     else:
         held = meta.tensor(node)
         limit = HIDDEN_HALF if held is not None and held.dtype == torch.float16 else HIDDEN
-        if masking.low is None or masking.low > limit:
+        if masking.low is None or not masking.low <= limit:  # of NaN neither holds
             raise Mismatch(node, f"hidden scores become {masking.low}, which a score may be")
         bias = read_mask(masking.mask, values, masking.hides)
     if isinstance(bias, str):
@@ -147,7 +148,8 @@ def _visible(masking: Masking, values: Values) -> Visible:
 def _require_marking(reader: fx.Node, source: fx.Node, values: Values) -> None:
     """Indices are read as a set of keys up to a row's own: by a scatter of one value, through casts."""
     name = rules.op_name(reader)
-    if name in ("aten::_to_copy", "aten::to"):
+    held = meta.tensor(reader)
+    if name in ("aten::_to_copy", "aten::to") and held is not None and held.dtype in _INDEX_DTYPES:
         for further in reader.users:
             _require_marking(further, reader, values)
         return
@@ -157,7 +159,7 @@ def _require_marking(reader: fx.Node, source: fx.Node, values: Values) -> None:
         raise Mismatch(reader, "a selection marks keys in a mask, by a scatter of one value")
     later = reads_later_keys(reader, values)
     if later is not None:
-        raise Mismatch(later, "keys after a row's own have to be hidden from it, whether they are selected or not")
+        raise Mismatch(*later)
 
 
 def _replace(graph: fx.Graph, one: Indexer, positions: Positions) -> tuple[fx.Node, fx.Node]:

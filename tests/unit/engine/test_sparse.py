@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from pcp_kernels.ops import dsa_pack, index_prep
 from pcp_passes import paged
 from pcp_passes.collectives import is_collective
 from pcp_passes.engine import bodies
@@ -166,7 +168,7 @@ def start(made: StepProgram, device: str, **options: Any) -> None:
 def test_what_no_kernel_serves_is_refused_on_cuda(sizes: Any, options: Any, says: str) -> None:
     """Before a tensor is made, so it needs no CUDA device. The references of a CPU serve all of it."""
     made = program(**sizes)
-    with pytest.raises(ConfigError, match=rf"(?s)has no kernel for cuda.*{says}.*or run on CPU"):
+    with pytest.raises(ConfigError, match=rf"(?s)have no kernel for cuda.*{says}.*or run on CPU"):
         start(made, "cuda", **options)
     start(made, "cpu", **options)
 
@@ -176,6 +178,61 @@ def test_every_fault_is_named_once() -> None:
         start(program(dim=96, topk=40), "cuda", block_size=24)
     said = str(caught.value)
     assert [said.count(f"{name}: found") for name in ("dim", "topk", "page")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("card, refused", [(None, False), ((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_fp8_on_a_card_without_it_is_refused(monkeypatch: pytest.MonkeyPatch, card: Any, refused: bool) -> None:
+    """Attention would fall back to the reference; scores of keys have none there."""
+    monkeypatch.setattr(backends, "capability", lambda: card)
+    graphs = [body.graph for body in program().target.bodies.values()]
+    checked = lambda kind: require_kernels(  # noqa: E731
+        graphs, EngineOptions(block_size=64, cache_dtype=kind), torch.bfloat16, torch.device("cuda")
+    )
+    checked("bf16")
+    if not refused:
+        checked("fp8")
+        return
+    with pytest.raises(ConfigError, match=r"compute capability 8\.0; supported: 8\.9"):
+        checked("fp8")
+
+
+def prologue(rope_dim: int, heads: int) -> fx.Graph:
+    """A body's key and query preparation, as ``lower-index-prologue`` makes them."""
+
+    def body(latent, rope, k, q, w, cos, sin):
+        record = dsa_pack(latent, rope, k, cos=cos, sin=sin, rope="half", store="fp8")
+        return record, index_prep(q, w, cos, sin, rope="half", store="fp8")
+
+    sizes = [(4, 32), (4, 8), (4, 128), (4, heads, 128), (4, heads), (4, rope_dim // 2), (4, rope_dim // 2)]
+    traced = make_fx(body, tracing_mode="fake")(*(torch.randn(size) for size in sizes))
+    return traced.graph
+
+
+@pytest.mark.parametrize(
+    "rope_dim, heads, says", [(64, 8, ""), (48, 8, "rope_dim: found 48; supported"), (64, 12, "heads: found 12")]
+)
+def test_a_prologue_without_a_kernel_is_refused_on_cuda(rope_dim: int, heads: int, says: str) -> None:
+    graph, options = prologue(rope_dim, heads), EngineOptions(block_size=64, cache_dtype="fp8")
+    require_kernels([graph], options, torch.bfloat16, torch.device("cpu"))
+    if not says:
+        require_kernels([graph], options, torch.bfloat16, torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=says):
+        require_kernels([graph], options, torch.bfloat16, torch.device("cuda"))
+
+
+def test_fp8_latents_without_a_kernel_are_refused_on_cuda() -> None:
+    """Dense latent attention has no indexer to be asked about, and packs its records all the same."""
+    pack = lambda latent, rope: records.pack_record(latent, rope, None, "fp8")  # noqa: E731
+    options = EngineOptions(cache_dtype="fp8")
+    for latent, fits in ((64, True), (96, False)):
+        graph = make_fx(pack, tracing_mode="fake")(torch.randn(4, latent), torch.randn(4, 16)).graph
+        require_kernels([graph], options, torch.bfloat16, torch.device("cpu"))
+        if fits:
+            require_kernels([graph], options, torch.bfloat16, torch.device("cuda"))
+            continue
+        with pytest.raises(ConfigError, match="latent: found 96; supported"):
+            require_kernels([graph], options, torch.bfloat16, torch.device("cuda"))
 
 
 def test_sizes_that_kernels_serve_pass() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcp_passes.attention import attend_reference
 from pcp_passes.errors import ConfigError
@@ -53,6 +54,23 @@ def test_only_named_slots_are_written(write: str, slots: list[int]) -> None:
         if slot >= 0:
             required[slot] = row
     assert torch.equal(cache.flatten(0, 1), required)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would wait for a CUDA device: values read on the host, and sizes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_on_a_device_reads_nothing_on_the_host(write: str) -> None:
+    with HostReads() as seen:
+        WRITES[write](torch.randn(3, 2, 3), torch.zeros(BLOCKS, SIZE, 2, 3), torch.tensor([-1, 4, 9]))
+    assert (seen.count == 0) == (write == "no sync")
 
 
 def test_a_slot_off_by_one_is_seen() -> None:

@@ -309,6 +309,7 @@ def crossed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         (Parts(rest=lambda x: x[..., TURNED:].flip(-1)), "not turned are the values behind the first R"),
         (Parts(rest=lambda x: x[..., : KEY - TURNED]), "not turned are the values behind the first R"),
         (Parts(key=lambda x, cos, sin: x), "x * cos + cat([-b, a]) * sin"),
+        (Parts(rest=lambda x: x[..., TURNED:].half().view(torch.bfloat16).double()), "not turned are the values"),
     ],
 )
 def test_near_misses_stay_and_say_where(parts: Parts, says: str) -> None:

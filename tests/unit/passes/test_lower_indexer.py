@@ -213,6 +213,22 @@ def unweighted(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("bthd,bsd->bths", q, k).relu().sum(2)
 
 
+def _relus(change: programs.Select) -> Model:
+    return Model(scores=lambda q, k, w: torch.einsum("bths,bth->bts", change(torch.einsum("bthd,bsd->bths", q, k)), w))
+
+
+def _scores(change: programs.Select) -> Model:
+    return Model(scores=lambda q, k, w: change(programs.matmuls(q, k, w)))
+
+
+def _cut_products(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    return (torch.einsum("bthd,bsd->bths", q, k).relu() * w[..., None]).int().sum(2).float()
+
+
+def _cut_sum(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    return (torch.einsum("bthd,bsd->bths", q, k).relu() * w[..., None]).sum(2, dtype=torch.int32).float()
+
+
 def _window(scores: Tensor, causal: Tensor) -> Tensor:
     places = torch.arange(scores.shape[-1])
     return scores.masked_fill(~(causal & (places[:, None] - places[None, :] < 6)), INF)
@@ -223,11 +239,34 @@ NEAR_MISSES: dict[str, tuple[Model, str, str]] = {
     "keys of each head": (Model(scores=per_head_keys), "share the keys", "stack"),
     "relu of the sum": (Model(scores=relu_last), "aten.relu is not read", "relu"),
     "negative scale": (Model(scores=scaled_down), "positive constant", "mul"),
+    "scale that is no number": (_scores(lambda s: s * float("nan")), "positive constant", "mul"),
+    "infinite scale": (_scores(lambda s: s * -INF), "positive constant", "mul"),
+    "rounded quotient": (_scores(lambda s: torch.div(s, 0.5, rounding_mode="floor")), "positive constant", "div"),
+    "cut to integers": (_scores(lambda s: s.int().float()), "aten.to is not read", "to"),
+    "rounded to bf16": (_scores(lambda s: s.bfloat16().float()), "aten.to is not read", "to"),
+    "bits": (
+        Model(masked=programs.MASKED["where, turned"], select=lambda s: programs.least(s.view(torch.int32))),
+        "aten.view is not read", "view",
+    ),
+    "products cut to integers": (Model(scores=_cut_products), "aten.to is not read", "to"),
+    "summed as integers": (Model(scores=_cut_sum), "aten.to is not read", "to"),
+    "relu by the largest": (_relus(lambda x: x.max().expand(x.shape)), "go through relu", "max"),
+    "relu that broadcasts": (
+        _relus(lambda x: torch.maximum(x[0], torch.zeros_like(x))), "go through relu", "maximum",
+    ),
+    "mask that broadcasts": (
+        Model(masked=lambda s, c: s[0].masked_fill(~c[None], INF)), "aten.masked_fill is not read", "masked_fill",
+    ),
     "no weights": (Model(scores=unweighted), "aten.sum is not read", "sum"),
     "no mask": (Model(masked=lambda scores, causal: scores), "would see later keys", "topk"),
     "a window": (Model(masked=_window), "among the keys before it", "masked_fill"),
     "later keys too": (Model(masked=lambda s, c: s.masked_fill(c, INF)), "no window of keys", "masked_fill"),
     "hides with 0": (Model(masked=lambda s, c: s.masked_fill(~c, 0.0)), "which a score may be", "masked_fill"),
+    "hides with NaN": (
+        Model(masked=lambda s, c: s.masked_fill(~c, float("nan"))), "which a score may be", "masked_fill",
+    ),
+    "places of a byte": (Model(select=lambda s: programs.least(s).to(torch.uint8)), "marks keys in a mask", "to"),
+    "places of a bit": (Model(select=lambda s: programs.least(s).to(torch.bool)), "marks keys in a mask", "to"),
     "the least": (Model(select=lambda s: s.topk(TOPK, largest=False).indices), "best scores", "topk"),
     "a share": (Model(select=lambda s: s.topk(s.shape[-1] // 2).indices), "no constant", "topk"),
     "values too": (

@@ -143,6 +143,8 @@ def _causal(scores: torch.Tensor) -> torch.Tensor:
         (Scored(mask=_same), "without a mask a row would see later keys"),
         (Scored(mask=_causal), "a mask with sizes of the sequence"),
         (Scored(mask=lambda x: x * torch.ones(1, 1, 1)), "scaled by a positive constant"),
+        (Scored(mask=lambda x: x.masked_fill(torch.zeros(1, 1, 1, dtype=torch.bool), 0.0)), "which a score may be"),
+        (Scored(mask=lambda x: _masked(x.int().float())), "is not read"),
         (Scored(relu=torch.sigmoid), "go through relu"),
         (Scored(scale=lambda x: x * -0.25), "positive constant"),
         (Scored(scale=lambda x: x * torch.ones(1)), "positive constant"),

@@ -14,6 +14,7 @@ from pcp_kernels.ops import index_pack, index_prep
 from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.vllm.sparse import ops
 from pcp_passes.frontends.vllm.sparse.backend import IndexBackend
+from pcp_passes.frontends.vllm.sparse.rows import rotated
 from pcp_passes.frontends.vllm.sparse.settings import index_store
 
 
@@ -102,7 +103,7 @@ class SparseLatentAttention(MultiHeadLatentAttentionWrapper):  # type: ignore[mi
         latent = self.kv_a_layernorm(latent)
         q = self.q_b_proj(query_latent)[0].view(-1, self.num_heads, self.qk_head_dim)
         nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_rope, rope = self.rotary_emb(positions, q_rope, rope.unsqueeze(1))
+        q_rope, rope = rotated(self.rotary_emb, positions, q_rope, rope.unsqueeze(1))
         q = torch.cat([nope, q_rope], dim=-1)
         if llama_4_scaling is not None:
             q = q * llama_4_scaling
@@ -133,7 +134,7 @@ class SparseLatentAttention(MultiHeadLatentAttentionWrapper):  # type: ignore[mi
         q = indexer.wq_b(query_latent)[0].view(-1, heads, dim)
         k, weights = indexer.wk_weights_proj(hidden_states)[0].split([dim, heads], dim=-1)
         k = indexer.k_norm(k)
-        q_rope, k_rope = self.indexer_rope_emb(positions, q[..., :rotary], k[:, :rotary].unsqueeze(1))
+        q_rope, k_rope = rotated(self.indexer_rope_emb, positions, q[..., :rotary], k[:, :rotary].unsqueeze(1))
         q = torch.cat([q_rope.reshape(-1, heads, rotary), q[..., rotary:]], dim=-1)
         k = torch.cat([k_rope.reshape(-1, rotary), k[:, rotary:]], dim=-1)
         # Packed here, in front of the gather, so that a key of one rank travels as what every cache holds.

@@ -24,15 +24,25 @@ from pcp_passes.paged.state import REPLICATED_SLOTS
 
 
 def _layer_of(name: str) -> tuple[Any, torch.Tensor | None, Any]:
-    """Layer, slots and step rows; ``None`` where the running forward has none."""
+    """Layer, slots and step rows; ``None`` in a forward without metadata (profile, dummy).
+
+    Raises:
+        ConfigError: a forward that has them for others, where this layer would write or read nothing; or one of
+            several micro-batches.
+    """
     from vllm.forward_context import get_forward_context
 
     context = get_forward_context()
-    steps = context.attn_metadata
-    if isinstance(steps, list):
-        steps = steps[0]
-    slots = context.slot_mapping.get(name) if isinstance(context.slot_mapping, dict) else None
-    return context.no_compile_layers[name], slots, steps.get(name) if isinstance(steps, dict) else None
+    layer, slots, steps = context.no_compile_layers[name], context.slot_mapping, context.attn_metadata
+    if not steps:
+        return layer, None, None
+    if not (isinstance(slots, dict) and isinstance(steps, dict) and name in slots and name in steps):
+        held = [len(given) if isinstance(given, dict) else type(given).__name__ for given in (slots, steps)]
+        raise ConfigError(
+            f"{name}: found slots of {held[0]} layers and attention metadata of {held[1]}, this layer's not among them;"
+            " required both of every layer with a cache, for one batch. Drop micro-batching, if it is on."
+        )
+    return layer, slots[name], steps[name]
 
 
 def _slot_layout() -> str:

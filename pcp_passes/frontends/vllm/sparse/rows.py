@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose the token rows of a step are, and how far each sees. Imports nothing of vLLM."""
+"""Rows of a step: whose they are, how far each sees, and their rotation. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,3 +51,15 @@ def step_rows(query_start_loc: torch.Tensor, lengths: torch.Tensor, rows: int, b
         visible=torch.where(real, visible, 0).clamp_(min=0).int(),
         block_table=block_table,
     )
+
+
+def rotated(
+    rotary: Any, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q`` ``[T, H, R]`` and ``k`` ``[T, 1, R]`` turned to ``positions`` by vLLM's layer, in its native form.
+
+    Calling the layer may reach its CPU kernel (without Inductor, custom ops are on): that turns the heads of separate
+    rows wrongly, and in place.
+    """
+    turned: tuple[torch.Tensor, torch.Tensor] = rotary.forward_native(positions, q, k)
+    return turned
