@@ -20,9 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scaling import VOCABULARY, Dense
@@ -30,32 +27,12 @@ from scaling import VOCABULARY, Dense
 MAX_SHARE = 0.45
 
 
-class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operations have made and something still holds."""
-
-    def __init__(self, ignore: Any) -> None:
-        super().__init__()
-        self.ignored = {t.untyped_storage()._cdata for t in ignore}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for held in tree_leaves(out):
-            if isinstance(held, torch.Tensor):
-                storage = held.untyped_storage()
-                if storage._cdata not in self.ignored:
-                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: pair for key, pair in self.live.items() if not pair[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return out
-
-
 def peak_bytes(model: Dense, tokens: int, pcp: int, rank: int) -> int:
     """Peak of one rank's prefill."""
     from pcp_passes.collectives import bound_axis
     from pcp_passes.frontends.torch.capture import DynamoGraph, capture
     from pcp_passes.frontends.torch.plan import build_plan
+    from pcp_passes.live_bytes import LiveBytes
     from pcp_passes.passes import PassContext
     from pcp_passes.passes.tokens.pipeline import TokenOptions, rewrite_tokens
 
@@ -83,8 +60,7 @@ def peak_bytes(model: Dense, tokens: int, pcp: int, rank: int) -> int:
     ids = torch.randint(0, VOCABULARY, (1, tokens))
     real = [_at_length(given, tokens, ids) for given in arguments]
     inputs = [*real, plan.rows[rank], plan.restore]
-    parameters = [t for t in real if isinstance(t, torch.Tensor) and t.dtype.is_floating_point]
-    with torch.no_grad(), bound_axis("pcp", lambda x: torch.cat([x] * pcp)), LiveBytes(parameters) as counted:
+    with torch.no_grad(), bound_axis("pcp", lambda x: torch.cat([x] * pcp)), LiveBytes() as counted:
         fx.Interpreter(gm, garbage_collect_values=True).run(*inputs)
     return counted.peak
 

@@ -26,8 +26,9 @@ import torch
 from pcp_kernels.reference import cache as cache_reference
 from pcp_kernels.reference import pack, prep
 from pcp_passes.errors import ConfigError
+from pcp_passes.live_bytes import LiveBytes
 from pcp_passes.sparse.backends import DEFAULT_WORKSPACE_BYTES
-from pcp_passes.sparse.memory import PAGE, LiveBytes, measure_index_step
+from pcp_passes.sparse.memory import PAGE, measure_index_step
 
 
 def linear_bytes(rows: int, heads: int, dim: int, store: str) -> int:
@@ -40,7 +41,7 @@ def linear_bytes(rows: int, heads: int, dim: int, store: str) -> int:
     shape = (pages, PAGE * width) if store == "fp8" else (pages, PAGE, width)
     cache = torch.zeros(shape, dtype=pack.index_pack(k[:1], store=store).dtype)
     slots = torch.arange(rows)
-    with LiveBytes([q, w, k, cos, sin, cache, slots]) as live:
+    with LiveBytes() as live:
         prepared = prep.index_prep(q, w, cos, sin, rope="interleaved", store=store, factor=(heads * dim) ** -0.5)
         record = pack.index_pack(k, None, None, 0.0, cos, sin, rope="interleaved", store=store)
         cache_reference.scatter(cache, record, slots)

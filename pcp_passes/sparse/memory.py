@@ -17,42 +17,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pcp_passes.errors import ConfigError
+from pcp_passes.live_bytes import LiveBytes
 from pcp_passes.paged.index import best_keys
 from pcp_passes.paged.state import REPLICATED_SLOTS, AttentionInputs
 from pcp_passes.sparse.backends import DEFAULT_WORKSPACE_BYTES
 
 PAGE = 64
 STORES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.uint8}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operations have made and something still holds.
-
-    Attributes:
-        peak: the largest sum so far, bytes. Storages of ``ignore`` do not count.
-    """
-
-    def __init__(self, ignore: Any = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ignored = {held.untyped_storage()._cdata for held in ignore}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for held in tree_leaves(out):
-            if isinstance(held, torch.Tensor):
-                storage = held.untyped_storage()
-                if storage._cdata not in self.ignored:
-                    self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: pair for key, pair in self.live.items() if not pair[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return out
 
 
 @dataclass(frozen=True)
@@ -150,8 +123,8 @@ def measure_index_step(
         seq_lens=torch.tensor([keys]),
         positions=torch.arange(keys - count, keys),
     )
-    known = inputs.tables, inputs.row_request, inputs.visible  # once per step, not per layer
-    with torch.no_grad(), LiveBytes((q, weights, cache, *known)) as live:
+    _ = inputs.tables, inputs.row_request, inputs.visible  # made once per step, not per layer: before the counting
+    with torch.no_grad(), LiveBytes() as live:
         begin = time.perf_counter()
         out = best_keys(q, weights, cache, inputs, topk, page=PAGE, workspace_bytes=workspace_bytes)
         seconds = time.perf_counter() - begin

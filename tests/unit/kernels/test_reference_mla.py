@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pcp_kernels.reference import mla, pack
-from tests.live_bytes import LiveBytes
+from pcp_passes.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.unit
 

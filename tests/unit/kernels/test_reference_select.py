@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcp_kernels.reference import cache, pack, prep, score, select
+from pcp_passes.live_bytes import LiveBytes
 from tests.comparator import check_form, compare_selected, selected_by_definition
-from tests.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pcp_passes.errors import ConfigError
-from pcp_passes.sparse.memory import LiveBytes, measure_index_step
+from pcp_passes.live_bytes import LiveBytes
+from pcp_passes.sparse.memory import measure_index_step
 
 MIB = 1 << 20
 
@@ -33,7 +34,7 @@ def test_more_rows_hold_no_more() -> None:
 def test_a_selection_that_keeps_all_scores_is_seen() -> None:
     """Sabotage: the formula as the unlowered graph has it."""
     q, keys = torch.randn(64, 8, 64), torch.randn(8192, 64)
-    with LiveBytes((q, keys)) as live:
+    with LiveBytes() as live:
         torch.relu(torch.einsum("nhd,sd->nhs", q, keys)).sum(1).topk(256)
     assert live.peak >= 2 * 64 * 8 * 8192 * 4 > 8 * MIB
 

@@ -27,6 +27,8 @@ class StepRows:
     def padded(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``row_request`` and ``visible`` of ``rows`` rows, at least T; those past the step's own see nothing."""
         more = rows - self.visible.shape[0]
+        if not more:  # asked twice a layer
+            return self.row_request, self.visible
         pad = torch.nn.functional.pad
         return pad(self.row_request, (0, more)), pad(self.visible, (0, more))
 

@@ -12,13 +12,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operations have made and something still holds."""
+    """Adds up the storages that operations have made and something still holds.
 
-    peak: int
-    """Largest sum so far, in bytes; what existed before is not counted."""
+    What existed before does not count, nor does a view of it. What an operation holds inside itself is not seen.
+
+    Attributes:
+        peak: the largest sum so far, bytes.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -29,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
         for held in tree_leaves(out):
             if isinstance(held, torch.Tensor):
                 storage = held.untyped_storage()
-                if storage._cdata not in given:  # a view or an operand written in place is not new
+                if storage._cdata not in given:
                     self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return out
