@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pcp_kernels.generate.text import next_power
 from pcp_kernels.specs import (
@@ -107,16 +107,15 @@ def topk(
     )  # fmt: skip
 
 
+_fused = topk  # whose name is an argument below
+
+
 def split(
     *, heads: int, topk: int, arch: int, dim: int = 128, store: str = "fp8", layout: str = "paged", page: int = 64
 ) -> SplitSpec:
     """The decode kernel for one range of keys."""
-    chosen = tile(arch, heads, store, layout)
-    return SplitSpec(
-        heads=heads, dim=dim, store=store, layout=layout, page=page, topk=topk,
-        block_keys=chosen.block_keys, block_queries=chosen.block_queries, inner=chosen.inner, warps=chosen.warps,
-        stages=chosen.stages, capacity=_capacity(topk, chosen.block_keys * chosen.inner),
-    )  # fmt: skip
+    fused = _fused(heads=heads, topk=topk, arch=arch, dim=dim, store=store, layout=layout, page=page)
+    return SplitSpec(**asdict(fused))  # the same tile, so that both score to the same bit
 
 
 def logits(
