@@ -51,3 +51,11 @@ class RankMismatch(PcpError):
 
 class PeerLost(PcpError):
     """A rank of the group died or stopped answering."""
+
+
+class HostSync(PcpError):
+    """Something in a step made the host wait for the device, or took its shape from data."""
+
+
+class GraphError(PcpError):
+    """A call that the graphs of a rank cannot serve: an input moved, a bucket never captured, buffers written over."""

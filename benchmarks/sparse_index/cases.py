@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from pcp_kernels import catalog
-from pcp_kernels.ops import index, mla, records
+from pcp_kernels.ops import index, mla, paged, records
 from pcp_kernels.ops import launch as launching
 from pcp_kernels.reference import cache as cache_reference
 from pcp_kernels.reference import mla as mla_reference
 from pcp_kernels.reference import owner as owner_reference
 from pcp_kernels.reference import pack as pack_reference
+from pcp_kernels.reference import paged as paged_reference
 from pcp_kernels.reference import prep as prep_reference
 from pcp_kernels.reference import remap as remap_reference
 from pcp_kernels.specs import KernelSpec
@@ -78,6 +79,7 @@ def small(spec: KernelSpec) -> KernelSpec:
     rope_dim = 16 if getattr(spec, "rope_dim", 0) else 0
     # No other latent and rope part make a record of as many bytes, so the kernel that copies it has their name.
     sizes: dict[str, Any] = {"heads": 4, "dim": 32, "rope_dim": rope_dim, "latent": 256, "topk": 16, "page": 16}
+    sizes["head_dim"] = 64
     names = {field.name for field in dataclasses.fields(spec)}
     given = {name: value for name, value in sizes.items() if name in names}
     made = {"topk": catalog.topk, "split": catalog.split, "logits": catalog.logits}.get(spec.family)
@@ -246,6 +248,59 @@ def _mla(spec: Any, inputs: Inputs) -> Case:
     return Case(spec, run, wrong)
 
 
+def _paged(spec: Any, inputs: Inputs) -> Case:
+    """Rows of three requests that see no key, one, all, a window of 40, or any number."""
+    kv_heads, groups = (1, 20) if spec.value_dim == 0 else (2, 4)
+    columns, requests, dtype = -(-inputs.keys // spec.page), 3, launching.DTYPES[spec.source]
+    held = (requests * columns, spec.page, kv_heads)
+    q = inputs.normal(inputs.rows, kv_heads * groups, spec.head_dim + spec.rope_dim, dtype=dtype)
+    k = inputs.normal(*held, spec.head_dim, dtype=dtype)
+    rope = inputs.normal(*held, spec.rope_dim, dtype=dtype) if spec.rope_dim else None
+    v = inputs.normal(*held, spec.value_dim, dtype=dtype) if spec.value_dim else None
+    high = inputs.integers(0, inputs.keys + 1, inputs.rows)
+    high[:3] = torch.tensor([0, 1, inputs.keys], device=high.device)
+    low = torch.where(torch.arange(inputs.rows, device=high.device) % 4 == 3, (high - 40).clamp(min=0), 0).int()
+    where = inputs.order(requests * columns).view(requests, columns), inputs.integers(0, requests, inputs.rows)
+    scale, options = (spec.head_dim + spec.rope_dim) ** -0.5, {}
+    if spec.records:
+        packed = pack_reference.latent_pack(k.cpu().flatten(0, 2), rope.cpu().flatten(0, 2))
+        parts = pack_reference.latent_unpack(packed, spec.head_dim, spec.rope_dim, torch.float64)
+        exact_caches = [part.view(*held, -1) for part in parts] + [None]
+        packed = packed.view(*held[:2], -1).to(inputs.device)
+    else:
+        if spec.store == "fp8":
+            k, v = (one.to(torch.float8_e4m3fn) for one in (k, v))
+        exact_caches = [None if one is None else one.cpu().double() for one in (k, rope, v)]
+        options = {"softcap": 20.0 if spec.softcap else 0.0}
+        options |= {name: inputs.normal(q.shape[1]) for name in ("sinks", "slopes") if getattr(spec, name)}
+    bounds = low, high, high.long() - 1
+    exact = paged_reference.paged_attend_rows(
+        q.cpu().double(),
+        *exact_caches,
+        *cpu(*where, *bounds),
+        scale=scale,
+        **dict(zip(options, cpu(*options.values()), strict=True)),
+    )
+
+    def run() -> Outputs:
+        if spec.records:
+            return (
+                paged.paged_attend_records(
+                    q, packed, *where, low, high, latent_dim=spec.head_dim, rope_dim=spec.rope_dim, scale=scale
+                ),
+            )
+        return (paged.paged_attend_rows(q, k, rope, v, *where, *bounds, scale=scale, **options),)
+
+    def wrong(found: Outputs) -> str:
+        out = found[0].cpu().double()
+        # As for `mla`: probabilities and results are rounded to 8 bits, of values up to 4 where a row has one key.
+        error = float(((out - exact).abs() - 2**-7 * exact.abs()).max())
+        empty = float(out[0].abs().max())
+        return "" if error <= 2**-6 and empty == 0 else f"output is {error:.2e} off; an empty row gives {empty}"
+
+    return Case(spec, run, wrong)
+
+
 BUILDERS: Mapping[str, Callable[[Any, Inputs], Case]] = {
     "pack": _pack,
     "latent": _latent,
@@ -255,4 +310,5 @@ BUILDERS: Mapping[str, Callable[[Any, Inputs], Case]] = {
     "remap": _remap,
     "owner": _owner,
     "mla": _mla,
+    "paged": _paged,
 }

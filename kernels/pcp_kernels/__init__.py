@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of pcp_passes, each with an eager reference that defines what it computes.
 
-Slot expansion is written by hand; sparse indexing is generated: :mod:`pcp_kernels.specs` says what can be,
+Slot expansion is written by hand; sparse indexing, and attention over paged caches that a CUDA graph can hold, are
+generated: :mod:`pcp_kernels.specs` says what can be,
 :mod:`pcp_kernels.generate` writes it, :mod:`pcp_kernels.reference` defines it, :mod:`pcp_kernels.ops` runs it.
 
 Importing this package needs PyTorch alone, and registers the operators ``torch.ops.pcp_kernels``. A kernel's Triton
@@ -17,6 +18,8 @@ from pcp_kernels.ops import (
     index_scatter,
     latent_pack,
     latent_unpack,
+    paged_attend_records,
+    paged_attend_rows,
     select_owner_rows,
     sparse_mla,
     sparse_mla_records,
@@ -39,6 +42,8 @@ __all__ = [
     "index_topk_rows",
     "latent_pack",
     "latent_unpack",
+    "paged_attend_records",
+    "paged_attend_rows",
     "select_owner_rows",
     "sparse_mla",
     "sparse_mla_records",

@@ -23,6 +23,7 @@ from pcp_kernels.specs import (
     MlaSpec,
     OwnerSpec,
     PackSpec,
+    PagedSpec,
     PrepSpec,
     RemapSpec,
     ScatterSpec,
@@ -139,6 +140,9 @@ def for_arch(spec: KernelSpec, arch: int) -> KernelSpec:
         )  # fmt: skip
     if isinstance(spec, MlaSpec):
         return mla(latent=spec.latent, rope_dim=spec.rope_dim, store=spec.store, arch=arch)
+    if isinstance(spec, PagedSpec):
+        given = {key: value for key, value in asdict(spec).items() if key not in PagedSpec.tuning}
+        return paged(arch=arch, **given)
     if isinstance(spec, LogitsSpec):
         return logits(heads=spec.heads, arch=arch, dim=spec.dim, store=spec.store, layout=spec.layout, page=spec.page)
     return spec
@@ -164,6 +168,33 @@ def mla(*, arch: int, latent: int = 512, rope_dim: int = 64, store: str = "bf16"
     return MlaSpec(
         latent=latent, rope_dim=rope_dim, store=store, block_keys=16 if narrow else 32, warps=4 if amd_fp8 else 8
     )
+
+
+def paged(
+    *,
+    arch: int,
+    head_dim: int = 128,
+    value_dim: int = 128,
+    rope_dim: int = 0,
+    store: str = "bf16",
+    source: str = "bf16",
+    records: bool = False,
+    page: int = 16,
+    sinks: bool = False,
+    slopes: bool = False,
+    softcap: bool = False,
+) -> PagedSpec:
+    """Attention over a paged cache; wide heads and fp32 leave room for fewer keys, as in :func:`mla`."""
+    if max(head_dim, value_dim) > 256:
+        like = mla(arch=arch, store="fp32" if source == "fp32" else store)
+        keys, warps = like.block_keys, like.warps
+    else:
+        wide = max(head_dim, value_dim) > 128
+        keys, warps = 32 if wide or source == "fp32" or arch == INTERPRETER else 64, 8 if wide else 4
+    return PagedSpec(
+        head_dim=head_dim, value_dim=value_dim, rope_dim=rope_dim, store=store, source=source, records=records,
+        page=page, sinks=sinks, slopes=slopes, softcap=softcap, block_keys=keys, warps=warps,
+    )  # fmt: skip
 
 
 def _block(topk: int, arch: int) -> int:
@@ -224,5 +255,9 @@ def shipped() -> Mapping[str, KernelSpec]:
         OwnerSpec(),
         mla(arch=90),
         mla(arch=90, store="fp8"),
+        paged(arch=90),
+        paged(arch=90, store="fp8"),
+        paged(arch=90, head_dim=512, value_dim=0, rope_dim=64, page=64),
+        paged(arch=90, head_dim=512, value_dim=0, rope_dim=64, page=64, store="fp8", records=True),
     ]
     return {spec.name: spec for spec in specs}

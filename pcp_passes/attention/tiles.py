@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pcp_passes.host_reads import allowed
+
 ROWS = 128
 """Most rows of a tile that needs masks, and of any tile whose logits are materialised or biased."""
 
@@ -104,6 +106,7 @@ def intervals(
     return low, high
 
 
+@allowed("tiles are those of the reference of a CPU")
 def plan(positions: torch.Tensor, keys: int, left: int, right: int, chunk: int, rows: int) -> tuple[Tile, ...]:
     """Tiles of all rows that see a key, in row order. ``rows`` caps a ramp or flat run; 0 leaves them whole.
 

@@ -9,6 +9,7 @@ from pcp_kernels.ops import index_prep
 from pcp_kernels.ops.launch import by_reference
 from pcp_kernels.ops.topk import index_topk_paged
 from pcp_kernels.reference.select import topk_paged
+from pcp_passes.capture_mode import host_free
 from pcp_passes.errors import ConfigError
 from pcp_passes.paged.state import AttentionInputs
 
@@ -49,7 +50,7 @@ def best_keys(
         )
     if not inputs.seq_lens.shape[0] or not inputs.rows:
         return torch.full((inputs.rows, topk), -1, dtype=torch.int32, device=q.device)
-    if q.device.type == "cpu":
+    if not host_free(q):
         inputs.require_columns(page)
     if records and not prepared:
         q, weights = index_prep(q.contiguous(), weights.contiguous(), rope="none", store="fp8")

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from pcp_passes.capture_mode import host_free
 from pcp_passes.errors import ConfigError
+from pcp_passes.host_reads import allowed
 
 Kept = tuple[torch.Tensor | None, torch.Tensor]
 
 
+@allowed("only where rows may be read on the host: elsewhere a skipped row repeats a kept one")
 def kept_rows(slots: torch.Tensor) -> Kept:
     """Rows that have a slot, i64, or ``None`` for all; and their slots. Their count is read on the host."""
     rows = (slots >= 0).nonzero().flatten()
@@ -28,7 +31,8 @@ def write_rows(
         cache: contiguous ``[num_blocks, block_size, heads, dim]``; slot ``b * block_size + i`` is row i of block b.
         slots: i64 ``[n]``; a row with slot -1 is not written, and no two rows may name one slot.
         name: of the cache, for the error.
-        kept: gives :func:`kept_rows` of ``slots`` where that is known already; asked on CPU only.
+        kept: gives :func:`kept_rows` of ``slots`` where that is known already; asked only where the host may be read
+            (:func:`pcp_passes.capture_mode.host_free`).
 
     Raises:
         ConfigError: shapes or dtypes that do not fit together.
@@ -47,7 +51,7 @@ def write_rows(
         )
     if slots.numel() == 0:
         return
-    if slots.device.type == "cpu":
+    if not host_free(slots):
         _write_kept(rows, cache, kept() if kept is not None else kept_rows(slots))
     else:
         _write_without_sync(rows, cache, slots)

@@ -17,13 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from pcp_passes.attention.tiles import intervals
 from pcp_passes.errors import ConfigError, PcpError
+from pcp_passes.host_reads import allowed
 from pcp_passes.paged.rows import Kept, kept_rows
 from pcp_passes.sparse.backends import AUTO, DEFAULT_WORKSPACE_BYTES
+
+if TYPE_CHECKING:
+    from pcp_passes.piecewise.runner import BodyRunner
 
 SlotLayout = Literal["replicated", "rank_major"]
 REPLICATED_SLOTS: SlotLayout = "replicated"
@@ -85,7 +90,11 @@ class AttentionInputs:
         """Token rows of the call, padding included."""
         return self.positions.shape[0]
 
+    def require_current(self, reader: str) -> None:
+        """Nothing to check: these tensors belong to this object. Those of a static set may be written over."""
+
     @cached_property
+    @allowed("for the references of a CPU")
     def segments(self) -> tuple[tuple[int, int, int, int], ...]:
         """``(attention row, first row, end row, keys)`` of those that have rows and keys. Read on the host once."""
         starts, lengths = self.query_start_loc.tolist(), self.seq_lens.tolist()
@@ -112,6 +121,27 @@ class AttentionInputs:
         held = torch.minimum(self.positions + 1, self.seq_lens.long()[self.row_request.long()])
         padding = torch.arange(self.rows, device=held.device) >= self.query_start_loc[-1]
         return held.masked_fill_(padding, 0).to(torch.int32)
+
+    def interval(self, left: int, right: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[low, high)`` of its request that each row sees, i32 ``[N]`` each, made on the device once per window.
+
+        ``left``, ``right`` and ``chunk`` as :func:`pcp_passes.attention.attend` takes them; padding rows see nothing.
+        """
+        known = self._intervals.get((left, right, chunk))
+        if known is None:
+            low, high = intervals(self.positions, torch.iinfo(torch.int32).max, left, right, chunk)
+            if self.seq_lens.shape[0]:
+                high = torch.minimum(high, self.seq_lens.long()[self.row_request.long()])
+                padding = torch.arange(self.rows, device=high.device) >= self.query_start_loc[-1]
+                high = high.masked_fill(padding, 0)
+            else:
+                high = torch.zeros_like(high)
+            known = self._intervals[left, right, chunk] = low.clamp_(min=0).to(torch.int32), high.to(torch.int32)
+        return known
+
+    @cached_property
+    def _intervals(self) -> dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     @cached_property
     def tables(self) -> torch.Tensor:
@@ -208,6 +238,8 @@ class PagedCaches:
         self.device = torch.device(device)
         self.sparse = sparse or SparseOptions()
         self.tensors: dict[str, torch.Tensor] = {}
+        self.runner: BodyRunner | None = None
+        """What runs the body calls of this rank through graphs; ``None`` runs them as they are."""
 
     @property
     def holds_records(self) -> bool:
@@ -280,6 +312,7 @@ def current(op: str) -> tuple[PagedCaches, AttentionInputs]:
     """
     if _Current.call is None:
         raise PcpError(f"{op} was called outside a step: run the body inside `with running(caches, inputs):`")
+    _Current.call[1].require_current(op)
     return _Current.call
 
 

@@ -30,6 +30,7 @@ GENERATORS: Mapping[str, str] = {
     "remap": "remap:generate",
     "owner": "remap:generate_owner",
     "mla": "mla:generate",
+    "paged": "paged:generate",
 }
 """Family -> module of this package and function in it, imported when first used."""
 

@@ -8,6 +8,7 @@ reference alone. Arguments that do not fit raise ValueError with every fault nam
 
 from pcp_kernels.ops.index import index_prep, index_remap, index_scatter, select_owner_rows
 from pcp_kernels.ops.mla import sparse_mla, sparse_mla_records
+from pcp_kernels.ops.paged import paged_attend_records, paged_attend_rows
 from pcp_kernels.ops.records import dsa_pack, index_pack, latent_pack, latent_unpack, latent_width
 from pcp_kernels.ops.topk import index_topk_paged, index_topk_rows
 
@@ -22,6 +23,8 @@ __all__ = [
     "latent_pack",
     "latent_unpack",
     "latent_width",
+    "paged_attend_records",
+    "paged_attend_rows",
     "select_owner_rows",
     "sparse_mla",
     "sparse_mla_records",

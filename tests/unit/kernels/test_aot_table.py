@@ -248,9 +248,9 @@ class TestCommand:
             (
                 ["show", "topk_h32_d128_bf16_paged_k2048"],
                 "unknown kernel 'topk_h32_d128_bf16_paged_k2048'. Did you mean 'topk_h32_d128_bf16_paged64_k2048'? "
-                "`pcp kernels` lists the 24 there are.",
+                "`pcp kernels` lists the 28 there are.",
             ),
-            (["show", "x"], "unknown kernel 'x'. `pcp kernels` lists the 24 there are."),
+            (["show", "x"], "unknown kernel 'x'. `pcp kernels` lists the 28 there are."),
             (["--target", "sm_90"], "without --json nothing is compiled: add --json"),
             (["--json", "--target", "sm_70"], "unknown target 'sm_70'"),
             (["--write", "x.md", "--target", "sm_90"], "leave out --spec and --target"),

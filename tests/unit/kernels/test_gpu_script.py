@@ -137,6 +137,15 @@ def test_attention_that_is_off_is_seen(parts: SimpleNamespace) -> None:
         assert "empty row" in case.wrong((out + torch.eye(1, len(out))[0][:, None, None], lse))
 
 
+def test_paged_attention_that_is_off_is_seen(parts: SimpleNamespace) -> None:
+    for spec in runs(parts, families=frozenset({"paged"})).specs():
+        case = parts.problems.ALL["paged"](spec, runs(parts).inputs())
+        (out,) = case.run()
+        assert case.wrong((out,)) == "", spec.name
+        assert "output is" in case.wrong((out * 1.1,))
+        assert "empty row gives 1" in case.wrong((out + torch.eye(1, len(out))[0][:, None, None],))
+
+
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_a_selection_that_is_off_is_seen(parts: SimpleNamespace, layout: str) -> None:
     from pcp_kernels.reference import select

@@ -67,7 +67,7 @@ def test_json_and_back(spec: KernelSpec) -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedSpec, match=r"no kernel family 'sort'; supported: pack, .*mla"):
+    with pytest.raises(UnsupportedSpec, match=r"no kernel family 'sort'; supported: pack, .*mla, paged"):
         from_json({"family": "sort"})
 
 
@@ -89,7 +89,7 @@ def test_no_spec_knows_ranks_or_lengths() -> None:
     assert known == {
         "warps", "stages", "dim", "rope", "rope_dim", "norm", "hadamard", "rounding", "store", "source", "latent",
         "page", "heads", "layout", "block_keys", "block_queries", "block_heads", "block", "inner", "capacity", "topk",
-        "count",
+        "count", "head_dim", "value_dim", "records", "sinks", "slopes", "softcap",
     }  # fmt: skip
 
 
