@@ -49,56 +49,51 @@ class StepView:
     """i64[G, P*M]."""
 
 
-class StepPlan:
-    """Persistent buffers of one rank, refilled each step: ``load``, ``shard_tokens``, ``expand_slots``.
+class LayoutBuffers:
+    """What a layout says to one rank, in buffers whose addresses never change: each load writes a prefix.
+
+    The one place where a layout becomes device tensors: the plan of vLLM's steps and that of the step program
+    (:class:`pcp_passes.step.inputs.PlanBuffers`) both stand on it.
 
     Args:
         pcp, rank: size of the group and the rank in it.
         max_tokens: largest ``M``, rows of one rank with padding.
         max_rows: largest ``N``, attention rows of one rank with padding (zigzag: twice the requests).
         device: where the buffers live.
-        slot_groups: ``G``, KV cache groups with their own slot mapping.
+        starts: dtype of the row starts.
 
     Every token of a batch is on some rank, so ``T <= P * M`` and ``restore_index`` i64[P * max_tokens] holds every
     batch that fits the rank.
     """
 
     def __init__(
-        self, pcp: int, rank: int, *, max_tokens: int, max_rows: int, device: torch.device | str, slot_groups: int = 1
+        self,
+        pcp: int,
+        rank: int,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        device: torch.device | str,
+        starts: torch.dtype = torch.int32,
     ) -> None:
         if pcp < 1 or not 0 <= rank < pcp:
             raise LayoutError(f"A step plan needs a rank inside its group; found rank {rank} of {pcp} pcp ranks.")
-        if min(max_tokens, max_rows, slot_groups) < 1:
+        if min(max_tokens, max_rows) < 1:
             raise LayoutError(
-                f"A step plan holds at least one token, row and slot group; found max_tokens={max_tokens}, "
-                f"max_rows={max_rows}, slot_groups={slot_groups}."
+                f"A step plan holds at least one token and row; found max_tokens={max_tokens}, max_rows={max_rows}."
             )
         self.pcp, self.rank, self.max_tokens, self.max_rows = pcp, rank, max_tokens, max_rows
-        self.slot_groups = slot_groups
         self.device = torch.device(device)
         dev, gathered = self.device, pcp * max_tokens
-        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=dev)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=dev)
-        self.is_padding = torch.ones(max_tokens, dtype=torch.bool, device=dev)
-        self.query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32, device=dev)
-        self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=dev)
+        # Converted on the host: a copy that converts would go through memory that is not pinned.
+        self._starts = np.int64 if starts == torch.int64 else np.int32
+        self.query_start_loc = torch.zeros(max_rows + 1, dtype=starts, device=dev)
         self.row_request = torch.zeros(max_rows, dtype=torch.int64, device=dev)
         self.gather_index = torch.zeros(gathered, dtype=torch.int64, device=dev)
         self.write_mask = torch.zeros(gathered, dtype=torch.bool, device=dev)
         self.restore_index = torch.zeros(gathered, dtype=torch.int64, device=dev)
-        self.slots = self._new_slots()
         self._layout: Layout | None = None
         self._rows: RankRows | None = None
-
-    def _new_slots(self) -> torch.Tensor:
-        shape = (self.slot_groups, self.pcp * self.max_tokens)
-        return torch.full(shape, PAD_SLOT_ID, dtype=torch.int64, device=self.device)
-
-    def set_slot_groups(self, slot_groups: int) -> None:
-        """Reallocate ``slots`` for a number of cache groups that was not known at construction. Before any capture."""
-        if slot_groups != self.slot_groups:
-            self.slot_groups = slot_groups
-            self.slots = self._new_slots()
 
     @property
     def layout(self) -> Layout:
@@ -114,24 +109,7 @@ class StepPlan:
             raise LayoutError("The step plan holds no layout; call load(layout) or reset_for_dummy(num_tokens) first.")
         return self._rows
 
-    def view(self) -> StepView:
-        """The loaded step's part of every buffer."""
-        layout, num_rows = self.layout, self.rows.num_padded_rows
-        per_rank, gathered = layout.padded_tokens, self.pcp * layout.padded_tokens
-        return StepView(
-            input_ids=self.input_ids[:per_rank],
-            positions=self.positions[:per_rank],
-            is_padding=self.is_padding[:per_rank],
-            query_start_loc=self.query_start_loc[: num_rows + 1],
-            seq_lens=self.seq_lens[:num_rows],
-            row_request=self.row_request[:num_rows],
-            gather_index=self.gather_index[:gathered],
-            write_mask=self.write_mask[:gathered],
-            restore_index=self.restore_index[: layout.num_tokens],
-            slots=self.slots[:, :gathered],
-        )
-
-    def load(self, layout: Layout, *, padded_rows: int | None = None) -> StepView:
+    def load_layout(self, layout: Layout, padded_rows: int | None = None) -> RankRows:
         """Upload ``layout``'s index tensors and this rank's row starts; ``padded_rows`` pads the rows to a bucket.
 
         Raises LayoutError, before anything is written, when the layout belongs to another group size or does not fit.
@@ -155,10 +133,71 @@ class StepPlan:
         self._upload(self.gather_index, layout.gather_index)
         self._upload(self.write_mask, layout.write_mask)
         self._upload(self.restore_index, layout.restore_index)
-        self._upload(self.query_start_loc, rows.query_start_loc)
+        self._upload(self.query_start_loc, rows.query_start_loc.astype(self._starts, copy=False))
         self.query_start_loc[rows.num_padded_rows + 1 :].fill_(rows.num_tokens)
         self._upload(self.row_request, rows.row_request)
         self.row_request[rows.num_rows :].zero_()
+        return rows
+
+    def _upload(self, target: torch.Tensor, array: NDArray[np.generic]) -> torch.Tensor:
+        """Write ``array`` over the first entries of a buffer, without waiting; the part written."""
+        return target[: len(array)].copy_(_staged(array, self.device), non_blocking=True)
+
+
+class StepPlan(LayoutBuffers):
+    """Persistent buffers of one rank, refilled each step: ``load``, ``shard_tokens``, ``expand_slots``.
+
+    Args:
+        pcp, rank, max_tokens, max_rows, device: see :class:`LayoutBuffers`.
+        slot_groups: ``G``, KV cache groups with their own slot mapping.
+    """
+
+    def __init__(
+        self, pcp: int, rank: int, *, max_tokens: int, max_rows: int, device: torch.device | str, slot_groups: int = 1
+    ) -> None:
+        super().__init__(pcp, rank, max_tokens=max_tokens, max_rows=max_rows, device=device)
+        if slot_groups < 1:
+            raise LayoutError(f"A step plan holds at least one slot group; found slot_groups={slot_groups}.")
+        self.slot_groups = slot_groups
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=self.device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=self.device)
+        self.is_padding = torch.ones(max_tokens, dtype=torch.bool, device=self.device)
+        self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self.slots = self._new_slots()
+
+    def _new_slots(self) -> torch.Tensor:
+        shape = (self.slot_groups, self.pcp * self.max_tokens)
+        return torch.full(shape, PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+
+    def set_slot_groups(self, slot_groups: int) -> None:
+        """Reallocate ``slots`` for a number of cache groups that was not known at construction. Before any capture."""
+        if slot_groups != self.slot_groups:
+            self.slot_groups = slot_groups
+            self.slots = self._new_slots()
+
+    def view(self) -> StepView:
+        """The loaded step's part of every buffer."""
+        layout, num_rows = self.layout, self.rows.num_padded_rows
+        per_rank, gathered = layout.padded_tokens, self.pcp * layout.padded_tokens
+        return StepView(
+            input_ids=self.input_ids[:per_rank],
+            positions=self.positions[:per_rank],
+            is_padding=self.is_padding[:per_rank],
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            row_request=self.row_request[:num_rows],
+            gather_index=self.gather_index[:gathered],
+            write_mask=self.write_mask[:gathered],
+            restore_index=self.restore_index[: layout.num_tokens],
+            slots=self.slots[:, :gathered],
+        )
+
+    def load(self, layout: Layout, *, padded_rows: int | None = None) -> StepView:
+        """:meth:`load_layout`, and which of this rank's rows are padding.
+
+        Raises LayoutError, before anything is written, when the layout belongs to another group size or does not fit.
+        """
+        rows = self.load_layout(layout, padded_rows)
         self.is_padding[: rows.num_tokens].fill_(False)
         self.is_padding[rows.num_tokens :].fill_(True)
         return self.view()
@@ -253,9 +292,6 @@ class StepPlan:
         positions = torch.empty(num_tokens, dtype=torch.int64, device=self.device)
         self._upload(positions, np.arange(num_tokens) - starts)
         return self.shard_tokens(torch.zeros(num_tokens, dtype=torch.int32, device=self.device), positions)
-
-    def _upload(self, target: torch.Tensor, array: NDArray[np.generic]) -> None:
-        target[: len(array)].copy_(_staged(array, self.device), non_blocking=True)
 
 
 def upload(array: NDArray[np.generic], device: torch.device | str) -> torch.Tensor:

@@ -96,7 +96,8 @@ def simulate_segments(
 
     Ranks meet inside the bodies too. What lies between two meetings runs as generated code, several times as fast as
     node by node; so errors name a line of that code, and a pass must not change the graph afterwards. A called module
-    takes part when it has ``nested(operands)``, which gives its segments, their inputs, and what to enter around each.
+    takes part when it has ``nested(operands)``, which gives its segments, their inputs, what to enter around each, and
+    what to make of the results.
 
     Raises:
         RankMismatch, ConfigError: as :func:`simulate`.
@@ -145,7 +146,7 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Any], rank: int, enter: RankContex
         elif node.op == "output":
             return fx.node.map_arg(node.args[0], env.__getitem__)
         elif (module := nested_module(gm, node)) is not None:
-            env[node] = module.unpacked((yield from _run_segments(*module.nested(_operands(node, interpreter)))))
+            env[node] = yield from _run_nested(module.nested(_operands(node, interpreter)))
         else:
             with enter(rank):
                 env[node] = interpreter.run_node(node)
@@ -174,13 +175,19 @@ def _run_segments(parts: Segments, inputs: Sequence[Any], enter: Callable[[], Ab
         args: Any = fx.node.map_arg(node.args, env.__getitem__)
         if node.op == "call_module":
             module = nested_module(parts.gm, node)
-            env[node] = module.unpacked((yield from _run_segments(*module.nested(args))))
+            env[node] = yield from _run_nested(module.nested(args))
         else:
             gathered = yield _offer(node, args)
             env[node] = list(gathered) if is_packed(node) else gathered[0]
         for dead in part.dead:
             env.pop(dead, None)
     raise AssertionError("a graph without an output node")
+
+
+def _run_nested(call: Any) -> _Rank:
+    """One rank through a called module, as its ``nested`` describes the call."""
+    found = () if call.segments is None else (yield from _run_segments(call.segments, call.inputs, call.enter))
+    return call.finish(found)
 
 
 def _offer(node: fx.Node, args: Sequence[Any]) -> _Offer:

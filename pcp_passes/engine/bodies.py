@@ -9,6 +9,8 @@ functional ATen graph with one symbolic size, N; :func:`~pcp_passes.passes.build
 from __future__ import annotations
 
 import inspect
+import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -134,7 +136,9 @@ def trace(module: nn.Module, example_inputs: Sequence[torch.Tensor]) -> fx.Graph
         raise Refusal(
             f"{type(module).__name__} cannot be captured over token rows",
             [("found", f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"),
-             ("next", "write the module with functional ops, and reach the sequence through pcp_passes.paged")],
+             *_place_of(error),
+             ("next", "write the module with functional ops that read no value, make its tensors on the device of an "
+              "input, and reach the sequence through pcp_passes.paged")],
         ) from error  # fmt: skip
     if any(place.startswith("M ") for place in space.specialised()):
         raise Refusal(
@@ -145,6 +149,13 @@ def trace(module: nn.Module, example_inputs: Sequence[torch.Tensor]) -> fx.Graph
     _require_functional(signature, type(module).__name__)
     _tidy(exported, root, signature, space)
     return exported
+
+
+def _place_of(error: Exception) -> list[tuple[str, str]]:
+    """The innermost line that is neither PyTorch's nor this file's: what the module did when it failed."""
+    skipped = (os.path.dirname(torch.__file__) + os.sep, __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(skipped)]
+    return [("source", f"{os.path.basename(f.filename)}:{f.lineno}  {f.line}") for f in frames[-1:]]
 
 
 _TRACER_ONLY = (torch._C._set_grad_enabled, torch.ops.aten._assert_tensor_metadata.default)

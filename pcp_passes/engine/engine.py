@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import torch
 
-from pcp_passes.engine.executor import Executor, dummy_batch
+from pcp_passes.engine.dummies import dummy_batch
+from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import SamplingParams
 from pcp_passes.engine.request import Entry, Request, RequestOutput, ScheduledBatch
 from pcp_passes.engine.scheduler import Scheduler
 from pcp_passes.engine.stats import EngineStats
-from pcp_passes.errors import PcpError
+from pcp_passes.errors import ConfigError, PcpError
 from pcp_passes.step.inputs import StepOutputs
 
 
@@ -63,6 +64,9 @@ class _InFlight:
 class Engine:
     """Continuous batching over an executor. ``producer``: see :class:`KVProducer`.
 
+    With a ``graph_mode``, making an engine captures its graphs: no step waits for one, and all real ranks do it in the
+    same order because each makes its engine.
+
     Raises:
         ConfigError: sizes that do not fit together.
     """
@@ -74,13 +78,21 @@ class Engine:
         self.stats = EngineStats(self.options.pcp, self.steps, self.options.acceptance_floor)
         self._in_flight: _InFlight | None = None
         self._count = 0
+        self.warm_up()
 
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Queue a prompt; returns its id. Raises ConfigError when it can never run."""
+        """Queue a prompt; returns its id.
+
+        Raises:
+            ConfigError: it can never run, or it holds a token that the model does not know.
+        """
         name = request_id if request_id is not None else f"request-{self._count}"
-        self.scheduler.add(Request(name, tuple(map(int, prompt)), params or SamplingParams()))
+        tokens = tuple(map(int, prompt))
+        if self.executor.vocab_size is not None:
+            _require_known(name, tokens, self.executor.vocab_size)
+        self.scheduler.add(Request(name, tokens, params or SamplingParams()))
         self._count += 1
         return name
 
@@ -114,8 +126,20 @@ class Engine:
         return finished
 
     def profile(self, num_tokens: int, num_requests: int = 1) -> StepOutputs:
-        """Run a dummy step of that size: takes the time and memory of a real one, writes nothing."""
-        return self.executor.execute(dummy_batch(num_tokens, num_requests))[0]
+        """Run a dummy step of that size: the program, graphs, time and memory of a real one, and nothing is written.
+
+        With real ranks all must call it, as for a real step.
+
+        Raises:
+            ConfigError: more tokens or requests than the engine was built for.
+        """
+        batch = dummy_batch(num_tokens, num_requests)
+        self.executor.load(batch)
+        return self.executor.execute(batch)[0]
+
+    def warm_up(self) -> None:
+        """Capture every graph that a step can be (:meth:`Executor.warm_up`); without effect the second time."""
+        self.executor.warm_up()
 
     def close(self) -> None:
         """Leave the group of ranks, if there is one."""
@@ -174,5 +198,18 @@ class Engine:
         return RequestOutput.of(request)
 
     def summary(self) -> dict[str, Any]:
-        """See :meth:`EngineStats.summary`."""
-        return self.stats.summary()
+        """See :meth:`EngineStats.summary`; and what the executor counts of its graphs."""
+        counted = {
+            "graph_hits": self.executor.graph_hits(), "calls_without_graph": self.executor.calls_without_graph(),
+        }  # fmt: skip
+        return self.stats.summary() | counted
+
+
+def _require_known(name: str, prompt: Sequence[int], vocab_size: int) -> None:
+    """Before the step, where an embedding would raise in the middle of a batch, or end a process on CUDA."""
+    wrong = next((place for place, token in enumerate(prompt) if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"request {name!r}: token {prompt[wrong]} at place {wrong} of the prompt is outside the model's vocabulary "
+            f"of {vocab_size}; give ids from 0 to {vocab_size - 1}, made by this model's tokenizer."
+        )

@@ -2,30 +2,38 @@
 """Runs one scheduled batch on the ranks: lays it out, prepares each rank's inputs, calls the step program, keeps state.
 
 What the layout says to a rank belongs to exactly one batch *object*. :meth:`Executor.load` ties them; a step of any
-other batch (a dummy one, a stale one) takes the global path: the plain program, no collective, nothing written and no
-state advanced.
+other batch, a stale one, takes the global path: the plain program, no collective and no graph, nothing written and no
+state advanced. :meth:`Executor.load` is the one planner: a dummy batch that is loaded (profiling, warm-up) runs the
+program, the graphs and the shapes of a real batch of its sizes, and it too leaves no trace.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from pcp_passes.collectives import CollectiveLog
+from pcp_passes.engine.dummies import without_writes
+from pcp_passes.engine.graphs import STALE, WITHOUT, Choice, GraphPlanner, make_buckets
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.request import Entry, Request, ScheduledBatch
-from pcp_passes.engine.state import NO_BLOCK, DeviceState
+from pcp_passes.engine.request import ScheduledBatch
+from pcp_passes.engine.state import DeviceState
 from pcp_passes.engine.stats import StepRecord
-from pcp_passes.errors import RankMismatch
+from pcp_passes.errors import ConfigError, RankMismatch
+from pcp_passes.host_reads import allowed
 from pcp_passes.layout import Layout, build_layout
 from pcp_passes.paged import PagedCaches
-from pcp_passes.plan import PAD_SLOT_ID
-from pcp_passes.step.inputs import StepInputs, StepOutputs, StepPlanInputs, plan_inputs
+from pcp_passes.piecewise.sync_check import if_wanted
+from pcp_passes.step.inputs import PlanBuffers, StepInputs, StepOutputs, StepPlanInputs
 from pcp_passes.step.program import RankState
+
+if TYPE_CHECKING:
+    from pcp_passes.piecewise.compile import PieceCompiler
+    from pcp_passes.piecewise.runner import BodyRunner
 
 
 @dataclass(eq=False)
@@ -35,6 +43,13 @@ class Rank:
     index: int
     state: DeviceState
     memory: RankState
+    plan: PlanBuffers | None
+    """Where a sharded step's plan is loaded; None where there is one rank."""
+
+    @property
+    def runner(self) -> BodyRunner | None:
+        """What runs this rank's graphs; None without."""
+        return self.memory.caches.runner
 
 
 @dataclass(eq=False)
@@ -43,6 +58,7 @@ class _Loaded:
 
     batch: ScheduledBatch
     layout: Layout
+    choice: Choice
     plans: list[StepPlanInputs] = field(default_factory=list)
 
 
@@ -66,13 +82,32 @@ class Executor(ABC):
         device: torch.device | str,
     ) -> None:
         self.options, self.steps, self.device = options, steps, torch.device(device)
-        self.ranks = []
+        self.ranks: list[Rank] = []
+        self.vocab_size: int | None = None
+        """Tokens that a prompt is made of; None without a model that has so many."""
+        self.planner: GraphPlanner | None = None
+        """Chooses graphs; None without a program to capture, and when ``graph_mode`` is ``none``."""
+        self.buckets = None if options.graph_mode == "none" else make_buckets(options, steps)
+        self.compiler: PieceCompiler | None = None
+        """Of the pieces of all bodies; None without graphs."""
+        self._warm = False
         for index in ranks:
             memory = RankState(PagedCaches(options.num_blocks, options.block_size, cache_dtype, device, options.sparse))
             # Zigzag gives a request two attention rows, so the buffer never has to move.
             memory.table_buffer(2 * options.max_requests, options.blocks_per_request(steps))
-            self.ranks.append(Rank(index, DeviceState(options, steps, device), memory))
+            self.ranks.append(Rank(index, DeviceState(options, steps, device), memory, self._plan_buffers(index)))
         self._loaded: _Loaded | None = None
+
+    def _plan_buffers(self, rank: int) -> PlanBuffers | None:
+        options = self.options
+        if options.pcp == 1:
+            return None
+        rows = max(options.budget, self.buckets.max_rows if self.buckets is not None else 0)
+        sampled = options.max_requests * (1 + self.steps)
+        return PlanBuffers(
+            options.pcp, rank, max_tokens=rows, max_rows=2 * options.max_requests, max_sampled=sampled,
+            device=self.device,
+        )  # fmt: skip
 
     def admit(self, row: int, tokens: Sequence[int], computed: int, params: SamplingParams) -> None:
         """See :meth:`DeviceState.admit`; on every rank here."""
@@ -84,14 +119,43 @@ class Executor(ABC):
         for rank in self.ranks:
             rank.state.set_blocks(row, first, blocks)
 
-    def load(self, batch: ScheduledBatch) -> Layout:
-        """Lay ``batch`` out and tie the ranks' local parts to it; whatever was loaded before is stale from now on."""
+    def load(self, batch: ScheduledBatch, least_rows: int = 0) -> Layout:
+        """Lay ``batch`` out and tie the ranks' local parts to it; whatever was loaded before is stale from now on.
+
+        Args:
+            batch: scheduled, or a dummy one.
+            least_rows: rows per rank that its graph has at least (warm-up).
+
+        Raises:
+            ConfigError: a batch of more tokens or requests, or of a longer request, than the engine was built for.
+            GraphError: a bucket that is not the smallest for the fullest rank.
+        """
         options = self.options
-        layout = build_layout(batch.layout_batch, options.pcp, kind=options.layout, decode=options.decode)
-        loaded = _Loaded(batch, layout)
+        count, requests = batch.num_tokens, len(batch.entries)
+        if count > options.budget or requests > options.max_requests:
+            raise ConfigError(
+                f"a step of {count} tokens and {requests} requests does not fit an engine with budget={options.budget} "
+                f"and max_requests={options.max_requests}; make it smaller, or raise the options."
+            )
+        furthest = max((entry.start + entry.length for entry in batch.entries), default=0)
+        holds = options.blocks_per_request(self.steps) * options.block_size
+        if furthest > holds:  # attention that reads nothing on the host would cut it there without a word
+            raise ConfigError(
+                f"a request of the step reaches {furthest} tokens, and a row of the block table holds {holds} "
+                f"(max_len={options.max_len}); raise max_len, or end the request."
+            )
+        choice = WITHOUT if self.planner is None else self.planner.choose(batch.layout_batch, least_rows)
+        layout = build_layout(
+            batch.layout_batch, options.pcp, kind=options.layout, decode=options.decode,
+            padded_tokens=choice.padded_tokens,
+        )  # fmt: skip
+        if self.planner is not None:
+            self.planner.require_smallest(layout, choice, least_rows)
+        self._loaded = None
+        loaded = _Loaded(batch, layout, choice)
         if options.pcp > 1 and not layout.is_replicated:
-            rows = batch.logit_rows
-            loaded.plans = [plan_inputs(layout, rank.index, rows, self.device) for rank in self.ranks]
+            plans = (rank.plan for rank in self.ranks if rank.plan is not None)
+            loaded.plans = [plan.load(layout, batch.logit_rows) for plan in plans]
         self._loaded = loaded
         return layout
 
@@ -102,25 +166,71 @@ class Executor(ABC):
             RankMismatch: ranks of this process sampled different tokens.
         """
         loaded = self._loaded
-        if batch.dummy or loaded is None or loaded.batch is not batch:
-            inputs = [without_writes(rank.state.prepare(batch)) for rank in self.ranks]
-            outputs, log = self._run(inputs, [])
-            return outputs[0], self._record(batch, [batch.num_tokens] * self.options.pcp, batch.num_tokens, False, log)
-        inputs = [rank.state.prepare(batch) for rank in self.ranks]
-        outputs, log = self._run(inputs, loaded.plans)
-        self._require_equal(batch, outputs)
-        for rank, mine in zip(self.ranks, outputs, strict=True):
-            rank.state.apply(batch, mine)
-        layout = loaded.layout
-        rows = layout.per_rank_tokens.tolist()
-        return outputs[0], self._record(batch, rows, layout.padded_tokens, bool(loaded.plans), log)
+        if loaded is None or loaded.batch is not batch:
+            loaded = _Loaded(batch, build_layout(batch.layout_batch, 1), STALE)
+        real = loaded is self._loaded and not batch.dummy
+        for rank in self.ranks:
+            if rank.runner is not None:
+                rank.runner.begin(loaded.choice.dispatch, counts=real)
+        with if_wanted():
+            inputs = [rank.state.prepare(batch) for rank in self.ranks]
+            if not real:
+                inputs = [without_writes(held, self.options.block_size) for held in inputs]
+            outputs, log = self._run(inputs, loaded.plans)
+            if real:
+                self._require_equal(batch, outputs)
+                for rank, mine in zip(self.ranks, outputs, strict=True):
+                    rank.state.apply(batch, mine)
+        return outputs[0], self._record(loaded, log)
 
-    def _record(
-        self, batch: ScheduledBatch, rows: Sequence[int], padded: int, sharded: bool, log: CollectiveLog
-    ) -> StepRecord:
-        counts = (len(batch.entries), batch.num_tokens)
-        return StepRecord(batch.step, *counts, sharded, tuple(rows), padded, log.calls, log.bytes)
+    def choice_of(self, batch: ScheduledBatch) -> Choice:
+        """How :meth:`execute` would run ``batch`` now."""
+        loaded = self._loaded
+        return loaded.choice if loaded is not None and loaded.batch is batch else STALE
 
+    def warm_up(self) -> None:
+        """Capture every graph that a step can be, by dummy batches; afterwards none is captured any more. Once.
+
+        With real ranks all must call it, as they do when each makes its engine.
+        """
+        if self.planner is None or self._warm:
+            return
+        for batch, rows in self.planner.warm_up():
+            self.load(batch, rows)
+            self.execute(batch)
+        for rank in self.ranks:
+            assert rank.runner is not None, "a planner without a runner"
+            rank.runner.freeze()
+        if self.compiler is not None:
+            self.compiler.freeze()
+        self._warm = True
+
+    def graph_hits(self) -> dict[str, int]:
+        """Replays of real steps by graph, on the first rank here: ``{"target.sharded piecewise 64": 12}``."""
+        runner = self.ranks[0].runner
+        return {} if runner is None else dict(sorted((str(key), count) for key, count in runner.hits.items()))
+
+    def calls_without_graph(self) -> dict[str, int]:
+        """Body calls of real steps that ran without a graph in a step that has one, on the first rank here."""
+        runner = self.ranks[0].runner
+        return {} if runner is None else dict(sorted(runner.plain.items()))
+
+    def _record(self, loaded: _Loaded, log: CollectiveLog) -> StepRecord:
+        batch, layout, choice = loaded.batch, loaded.layout, loaded.choice
+        pcp, tokens = self.options.pcp, batch.num_tokens
+        rows = tuple(layout.per_rank_tokens.tolist()) if loaded.plans else (tokens,) * pcp
+        padded = choice.dispatch.rows or max(rows)
+        mode, reason, runner = choice.dispatch.mode.value, choice.reason, self.ranks[0].runner
+        if runner is not None and runner.dropped:
+            many = f"graph_bytes leaves {len(runner.dropped)} of the step's body calls without a graph"
+            reason = f"{reason}; {many}" if reason else many
+            mode = "none" if any(key.role == "target" for key in runner.dropped) else mode
+        return StepRecord(
+            batch.step, len(batch.entries), tokens, bool(loaded.plans), rows, padded, log.calls, log.bytes,
+            mode, reason,
+        )  # fmt: skip
+
+    @allowed("ranks of one process share a host that compares them; a rank of its own reads nothing")
     def _require_equal(self, batch: ScheduledBatch, outputs: Sequence[StepOutputs]) -> None:
         """The scheduler is one for all ranks, so it cannot go on when they accepted different tokens."""
         for rank, mine in zip(self.ranks[1:], outputs[1:], strict=True):
@@ -145,24 +255,3 @@ class Executor(ABC):
 
     def close(self) -> None:  # noqa: B027  # a subclass without a group has nothing to leave
         """Leave the group of ranks, if there is one."""
-
-
-def without_writes(inputs: StepInputs) -> StepInputs:
-    """The same shapes, but no row is written and none sees a key: slots and block tables are -1, lengths 0."""
-    return replace(
-        inputs,
-        slots=torch.full_like(inputs.slots, PAD_SLOT_ID),
-        seq_lens=torch.zeros_like(inputs.seq_lens),
-        block_table_pool=torch.full_like(inputs.block_table_pool, NO_BLOCK),
-    )
-
-
-def dummy_batch(num_tokens: int, num_requests: int = 1) -> ScheduledBatch:
-    """A batch for profiling or warm-up: fresh prefills of rows that exist in no request; it writes nothing."""
-    sizes = np.full(num_requests, num_tokens // num_requests)
-    sizes[: num_tokens % num_requests] += 1
-    entries = []
-    for row, size in enumerate(sizes.tolist()):
-        request = Request(f"dummy-{row}", (0,) * size, SamplingParams(), prefill_len=size)
-        entries.append(Entry(request, 0, row, 0, size, 0, True, -1))
-    return ScheduledBatch(0, tuple(entries), dummy=True)

@@ -14,12 +14,19 @@ from pcp_passes.errors import ConfigError
 from pcp_passes.layout.build import DECODES
 from pcp_passes.options import unknown_choice
 from pcp_passes.paged import SparseOptions
+from pcp_passes.piecewise.buckets import Buckets
 from pcp_passes.sparse.backends import AUTO, BACKENDS, DEFAULT_WORKSPACE_BYTES
 
 #: The planner knows interleave too, but it makes every token an attention row of its own.
 LAYOUTS = ("zigzag", "contiguous")
 
 CACHE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+GRAPH_MODES = ("none", "piecewise", "full_decode_only", "full_and_piecewise")
+GRAPH_COMPILES = ("eager", "inductor")
+GRAPH_COLLECTIVES = ("outside", "inside")
+GRAPH_FIELDS = ("graph_compile", "graph_rows", "graph_requests", "graph_collectives", "graph_bytes")
+DEFAULT_GRAPH_BYTES = 8 << 30
 
 #: The published scenario drafts 5 tokens; beyond 8 the replicated draft steps cost more than they save.
 MAX_STEPS = 8
@@ -71,7 +78,15 @@ class EngineOptions:
         decode: ``replicate`` runs decodes on every rank (no collective in a pure decode step), ``owner`` on one.
         prefix_cache: reuse the blocks of equal prefixes.
         acceptance_floor: warn when the share of drafts that are accepted falls under it; None never warns.
-        graph_mode: ``none``; others are refused.
+        graph_mode: which body calls run as graphs, captured by ``Engine``'s warm-up. ``piecewise``: all, cut where
+            attention, cache writes and collectives are; ``full_decode_only``: decode and draft steps, each as one
+            graph, the others without; ``full_and_piecewise``: both. On CPU graphs are replayed by a checker.
+        graph_compile: how the pieces run, ``eager`` or ``inductor``.
+        graph_rows: buckets of piecewise graphs, rows of the fullest rank; derived from budget and pcp when None.
+        graph_requests: buckets of decode and draft steps, requests; derived from max_requests when None.
+        graph_collectives: ``outside`` the graphs, or ``inside``, which needs a group whose back end can be captured.
+        graph_bytes: bound on what graphs keep on a rank. Large buckets are captured first; what no longer fits runs
+            without a graph.
         fast_prefill: must be false.
         check_ranks: before each step, ranks of a real group compare what they know of the batch, tokens included: one
             collective of 8 bytes. Ranks that came to different tokens then stop by name instead of going on apart.
@@ -93,12 +108,17 @@ class EngineOptions:
     prefix_cache: bool = True
     acceptance_floor: float | None = None
     graph_mode: str = "none"
+    graph_compile: str = "eager"
+    graph_rows: tuple[int, ...] | None = None
+    graph_requests: tuple[int, ...] | None = None
+    graph_collectives: str = "outside"
+    graph_bytes: int = DEFAULT_GRAPH_BYTES
     fast_prefill: bool = False
     check_ranks: bool = True
     silence_s: float = 12.0
 
     def __post_init__(self) -> None:
-        for name in ("pcp", "block_size", "num_blocks", "max_len", "max_requests", "budget"):
+        for name in ("pcp", "block_size", "num_blocks", "max_len", "max_requests", "budget", "graph_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, found {value!r}.")
@@ -117,11 +137,7 @@ class EngineOptions:
             raise ConfigError(unknown_choice("layout", self.layout, LAYOUTS))
         if self.decode not in DECODES:
             raise ConfigError(unknown_choice("decode", self.decode, DECODES))
-        if self.graph_mode != "none":
-            raise ConfigError(
-                f"graph_mode={self.graph_mode!r}: the embedded engine runs its step program eagerly, so CUDA graph "
-                "modes are not supported; use graph_mode='none', or vLLM."
-            )
+        self._check_graphs()
         if self.fast_prefill:
             raise ConfigError(
                 "fast_prefill=True skips the cache rows of layers that reuse another's keys, which the gathered cache "
@@ -129,6 +145,32 @@ class EngineOptions:
             )
         if not 4 <= self.silence_s <= 25:
             raise ConfigError(f"silence_s must be 4 to 25 seconds (a loss is told within 30), found {self.silence_s}.")
+
+    def _check_graphs(self) -> None:
+        if self.graph_mode == "full":
+            raise ConfigError(
+                "graph_mode='full' would put batches with a prefill into one graph, but no graph holds their attention "
+                "and collectives; use 'full_and_piecewise'."
+            )
+        for name, known in (
+            ("graph_mode", GRAPH_MODES), ("graph_compile", GRAPH_COMPILES), ("graph_collectives", GRAPH_COLLECTIVES),
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
+                raise ConfigError(unknown_choice(name, getattr(self, name), known))
+        for name in ("graph_rows", "graph_requests"):
+            sizes = () if getattr(self, name) is None else getattr(self, name)
+            try:
+                Buckets(**{"rows": (), "requests": (), name.removeprefix("graph_"): sizes})
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        if self.graph_mode != "none":
+            return
+        unused = [name for name in GRAPH_FIELDS if getattr(self, name) != getattr(type(self), name)]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} given, but graph_mode='none' has no graphs; set graph_mode to one of "
+                f"{', '.join(GRAPH_MODES[1:])}, or leave them out."
+            )
 
     @property
     def sparse(self) -> SparseOptions:

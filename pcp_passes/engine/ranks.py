@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,21 @@ from torch import fx
 from pcp_passes.collectives import CollectiveLog, all_gather_rows, bind_axis, record_collectives, unbind_axis
 from pcp_passes.distributed import Heartbeat, Loss, exit_process, open_store, require_agreement
 from pcp_passes.engine.executor import Executor
+from pcp_passes.engine.graphs import GraphPlanner
 from pcp_passes.engine.options import CACHE_DTYPES, EngineOptions
 from pcp_passes.engine.request import ScheduledBatch
-from pcp_passes.engine.requirements import RECORDS, require_kernels
+from pcp_passes.engine.requirements import RECORDS, require_full_graphs, require_kernels
 from pcp_passes.engine.stats import StepRecord
 from pcp_passes.errors import ConfigError, RankMismatch
+from pcp_passes.host_reads import allowed
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.step.inputs import StepInputs, StepOutputs, StepPlanInputs
+from pcp_passes.step.placement import body_of
 
 if TYPE_CHECKING:
     from pcp_passes.distributed.store import Store
+    from pcp_passes.piecewise.compile import Backend
+    from pcp_passes.piecewise.cuts import Collectives
     from pcp_passes.step.program import StepProgram
 
 logger = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ T = TypeVar("T")
 
 
 class _ProgramExecutor(Executor):
-    """Shared by both: the program, with bodies that write what the caches hold."""
+    """Shared by both: the program, with bodies that write what the caches hold, and its graphs."""
 
     def __init__(self, program: StepProgram, options: EngineOptions, ranks: Sequence[int], device: torch.device | str):
         if program.pcp != options.pcp:
@@ -44,9 +49,36 @@ class _ProgramExecutor(Executor):
         program = program.storing(RECORDS[options.cache_dtype])
         bodies = [body.graph for name, body in _graphs(program) if "." in name]
         require_kernels(bodies, options, program.target.dtype, torch.device(device))
+        require_full_graphs(bodies, options, program.drafter.steps, torch.device(device))
         dtype = CACHE_DTYPES[options.cache_dtype] or program.target.dtype
         super().__init__(options, program.drafter.steps, ranks, cache_dtype=dtype, device=device)
-        self.program = program
+        self.program, self.vocab_size = program, program.target.vocab_size
+
+    def _make_graphs(self) -> None:
+        """A planner, and on every rank here a runner, when a graph mode is on."""
+        options = self.options
+        if self.buckets is None:
+            return
+        # Read when a graph mode asks for them: splitting runs passes, and compiling imports the compiler.
+        from pcp_passes.piecewise.compile import PieceCompiler
+        from pcp_passes.piecewise.prepare import prepare
+        from pcp_passes.piecewise.runner import BodyRunner
+
+        calls = [body_of(node) for node in self.program.plain.graph.nodes if str(node.target).startswith("drafter.")]
+        draft_calls = sum(call is not None for call in calls) > 1
+        planner = GraphPlanner(options, self.steps, self.buckets, draft_calls=draft_calls)
+        if planner.why_nothing:
+            logger.warning("graphs: graph_mode=%r captures nothing: %s", options.graph_mode, planner.why_nothing)
+        collectives, backend = cast("Collectives", options.graph_collectives), cast("Backend", options.graph_compile)
+        self.compiler = PieceCompiler(backend)
+        prepared = prepare(self.program, collectives=collectives, compiler=self.compiler)
+        for rank in self.ranks:
+            caches = rank.memory.caches
+            caches.runner = BodyRunner(
+                prepared, caches, rows_max=planner.max_rows, requests_max=planner.max_requests,
+                columns=options.blocks_per_request(self.steps), max_bytes=options.graph_bytes,
+            )  # fmt: skip
+        self.planner = planner
 
 
 class SimulatedExecutor(_ProgramExecutor):
@@ -54,6 +86,12 @@ class SimulatedExecutor(_ProgramExecutor):
 
     def __init__(self, program: StepProgram, options: EngineOptions, *, device: torch.device | str = "cpu") -> None:
         super().__init__(program, options, range(options.pcp), device)
+        if options.graph_collectives == "inside":
+            raise ConfigError(
+                "graph_collectives='inside' needs a process group whose back end can be captured (nccl), and the "
+                "simulator exchanges rows in this process; set graph_collectives='outside'."
+            )
+        self._make_graphs()
 
     def _run(
         self, inputs: Sequence[StepInputs], plans: Sequence[StepPlanInputs]
@@ -104,7 +142,13 @@ class GroupExecutor(_ProgramExecutor):
                 f"the process group has {group.size()} ranks and EngineOptions has pcp={options.pcp}; start as many "
                 "processes as pcp asks for, over all nodes."
             )
+        if options.graph_collectives == "inside" and dist.get_backend(group) != "nccl":
+            raise ConfigError(
+                f"graph_collectives='inside' needs a group whose back end can be captured (nccl); found "
+                f"{dist.get_backend(group)}. Set graph_collectives='outside'."
+            )
         super().__init__(program, options, [group.rank()], device)
+        self._make_graphs()
         self.heartbeat: Heartbeat | None = None
         if options.pcp == 1:
             return
@@ -143,15 +187,19 @@ class GroupExecutor(_ProgramExecutor):
             self._require_same(batch)
         return super().execute(batch)
 
+    @allowed("the check of the ranks is for finding faults: switch it off, check_ranks=False, where waiting costs")
     def _require_same(self, batch: ScheduledBatch) -> None:
-        known = torch.tensor([batch.digest], dtype=torch.int64, device=self.device)
+        choice = self.choice_of(batch)
+        seen = repr((batch.digest, choice.dispatch, choice.padded_tokens))
+        digest = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:8], "big") >> 1
+        known = torch.tensor([digest], dtype=torch.int64, device=self.device)
         gathered = self._or_lost(lambda: all_gather_rows(known, self.options.pcp, self.program.axis)).tolist()
         others = [rank for rank, digest in enumerate(gathered) if digest != gathered[0]]
         if others:
             raise RankMismatch(
                 f"step {batch.step}: pcp rank {', '.join(map(str, others))} schedules another batch, or knows other "
-                "tokens of it, than rank 0.\n  next  give all ranks the same requests in the same order; where tokens "
-                "differ by a near tie, use verify_tokens='broadcast'"
+                "tokens of it, or chose another graph, than rank 0.\n  next  give all ranks the same requests in "
+                "the same order; where tokens differ by a near tie, use verify_tokens='broadcast'"
             )
 
     def _run(
@@ -172,6 +220,10 @@ class GroupExecutor(_ProgramExecutor):
 
     def close(self) -> None:
         """Say goodbye to the other ranks (idempotent)."""
+        if self.options.graph_collectives == "inside":  # NCCL ends a group only when no graph holds its kernels
+            for rank in self.ranks:
+                if rank.runner is not None:
+                    rank.runner.replayer.release()
         if self.heartbeat is not None:
             self.heartbeat.stop(linger_s=1.0)
             self.heartbeat = None

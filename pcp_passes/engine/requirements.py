@@ -2,6 +2,7 @@
 """What an engine needs of kernels, checked when it is built: a shape that no kernel serves is refused before it runs.
 
 On a CPU the references serve every shape, so there only the sparse attention that was asked for by name is checked.
+Full graphs have a check of their own, for what only a graph cannot serve.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from pcp_passes.engine.graphs import make_buckets
 from pcp_passes.engine.options import CACHE_DTYPES, EngineOptions
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
+from pcp_passes.paged import experts
 from pcp_passes.paged.records import Store
 from pcp_passes.sparse import backends
 
@@ -63,6 +66,40 @@ def require_kernels(graphs: list[fx.Graph], options: EngineOptions, dtype: torch
             f"cache_dtype={options.cache_dtype!r} and block_size={options.block_size}:\n" + "\n".join(wrong) + "\n"
             "Change the option, or run on CPU, where the references serve every shape."
         )  # fmt: skip
+
+
+def require_full_graphs(graphs: list[fx.Graph], options: EngineOptions, steps: int, device: torch.device) -> None:
+    """Refuse full graphs that would hold many copies of experts' weights, of the largest bucket by requests.
+
+    Args:
+        graphs: of the bodies.
+        options: of the engine.
+        steps: drafts per step.
+        device: that the engine runs on; of a CUDA device that is not there only what no card has is refused.
+
+    Raises:
+        ConfigError: more than :data:`pcp_passes.paged.experts.MAX_TURNS` copies in one op.
+    """
+    if device.type != "cuda" or not options.graph_mode.startswith("full"):
+        return
+    card, rows = backends.capability(), 0
+    for node in (node for graph in graphs for node in graph.nodes if rules.op_name(node) == "pcp::experts"):
+        hidden, gate_up, down = (meta.tensor(rules.argument(node, place)) for place in (0, 3, 4))
+        assert hidden is not None and gate_up is not None and down is not None, f"%{node.name} has no operands"
+        if experts.grouped_serves(hidden, gate_up, down) and (card is None or experts.grouped_runs_on(card)):
+            continue
+        rows = rows or make_buckets(options, steps).max_requests * (1 + steps)
+        width = int(_shape(rules.argument(node, 1))[1])
+        turns, fit = experts.turns(rows * width, gate_up, down), experts.most_pairs(gate_up, down) // width
+        if turns > experts.MAX_TURNS:
+            fewer = fit // (1 + steps)
+            raise ConfigError(
+                f"graph_mode={options.graph_mode!r} would copy the weights of experts in {turns:,} turns within one "
+                f"graph ({rows:,} rows x {width} experts of {list(gate_up.shape[1:])} and {list(down.shape[1:])} in "
+                f"{str(gate_up.dtype).removeprefix('torch.')}, for which {device} has no grouped product); required "
+                f"at most {experts.MAX_TURNS}. Set graph_mode='piecewise', which runs experts between graphs"
+                f"{f', or graph_requests of at most {fewer:,}' if fewer else ''}."
+            )
 
 
 def _attention(node: fx.Node, options: EngineOptions, store: str, device: torch.device) -> None:

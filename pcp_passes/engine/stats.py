@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,16 @@ class StepRecord:
     padded_rows: int
     collectives: int
     bytes: int
+    graph: str = "none"
+    """How the target's call ran: ``none``, ``piecewise`` or ``full``. The drafter's pass over all tokens ran the same,
+    unless ``no_graph`` names calls that ``graph_bytes`` left out."""
+    no_graph: str = ""
+    """Why calls of the step ran without a graph; empty when all had one."""
+
+    @property
+    def graph_padding(self) -> int:
+        """Rows over all ranks that only fill up to the bucket, beyond the fullest rank's."""
+        return len(self.rows_per_rank) * (self.padded_rows - max(self.rows_per_rank))
 
     @property
     def padding(self) -> int:
@@ -51,6 +61,8 @@ class EngineStats:
         self.steps = self.sharded_steps = self.padding = self.collectives = self.bytes = 0
         self.preemptions = self.cached_tokens = self.published = 0
         self.largest_imbalance = 1.0
+        self.graph_padding = 0
+        self.without_graph: Counter[str] = Counter()
 
     def record(self, step: StepRecord) -> None:
         """Count a step."""
@@ -58,6 +70,9 @@ class EngineStats:
         self.steps += 1
         self.sharded_steps += step.sharded
         self.padding += step.padding
+        self.graph_padding += step.graph_padding
+        if step.no_graph:
+            self.without_graph[step.no_graph] += 1
         self.collectives += step.collectives
         self.bytes += step.bytes
         self.largest_imbalance = max(self.largest_imbalance, step.imbalance)
@@ -78,5 +93,7 @@ class EngineStats:
             "preemptions": self.preemptions,
             "cached_tokens": self.cached_tokens,
             "published_prefills": self.published,
+            "graph_padding_rows": self.graph_padding,
+            "steps_without_graph": dict(self.without_graph),
             "acceptance": self.acceptance.summary(),
         }

@@ -27,6 +27,7 @@ from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.mask_padding import MaskPadding
 from pcp_passes.passes.bodies.pack_records import PackRecords
 from pcp_passes.passes.bodies.place_rows import PlaceRows
+from pcp_passes.passes.bodies.split_piecewise import SplitPiecewise
 from pcp_passes.passes.pipeline import Event, Observer, Pipeline, PipelineReport
 from pcp_passes.passes.steps.pipeline import STEP
 from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
@@ -35,7 +36,7 @@ __all__ = [
     "PASSES", "REPLICATED", "SHARDED", "SHARDED_UNPACKED", "STEP", "TOKENS", "VARIANTS", "CoalesceReshards", "Event",
     "GatherCacheWrites", "LowerReshards", "MaskPadding",
     "Note", "Observer", "Pass", "PassContext", "PassResult", "Pipeline", "PipelineReport", "PlaceRows",
-    "Variant", "body_pipeline", "build_variants", "copy_graph_module",
+    "SplitPiecewise", "Variant", "body_pipeline", "build_variants", "copy_graph_module",
 ]  # fmt: skip
 
 SHARDED: tuple[Pass, ...] = (
@@ -61,7 +62,15 @@ REPLICATED: tuple[Pass, ...] = (
 TOKENS: tuple[Pass, ...] = token_pipeline(TokenOptions()).passes
 """The passes for a captured graph of all tokens (see :mod:`pcp_passes.passes.tokens.pipeline`)."""
 
-PASSES: tuple[Pass, ...] = (*SHARDED, *TOKENS, LowerSparseIndex(), PackRecords(), LowerIndexPrologue(), *STEP)
+PASSES: tuple[Pass, ...] = (
+    *SHARDED,
+    *TOKENS,
+    LowerSparseIndex(),
+    PackRecords(),
+    LowerIndexPrologue(),
+    *STEP,
+    SplitPiecewise(),
+)
 """Every pass, in the order the reference documents them."""
 
 _BODY = frozenset({PLACED, ORDER_KNOWN, PADDING_DEFINED, LOWERED})

@@ -19,6 +19,7 @@ from pcp_passes.passes.base import Pass
 from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.pack_records import PackRecords
+from pcp_passes.passes.bodies.split_piecewise import SplitPiecewise
 from pcp_passes.passes.steps.pipeline import STEP
 from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 
@@ -31,7 +32,7 @@ PIPELINES: dict[str, tuple[Pass, ...]] = {
 }
 """Every pipeline that may be asked for by name."""
 
-_ALONE: tuple[type[Any], ...] = (LowerSparseIndex, PackRecords, LowerIndexPrologue)
+_ALONE: tuple[type[Any], ...] = (LowerSparseIndex, PackRecords, LowerIndexPrologue, SplitPiecewise)
 """Passes that no pipeline above runs by default."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,23 @@ from pcp_passes.paged import running
 from pcp_passes.segments import Segments, segments_of
 
 Enter = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A body call about to run: ``finish(gm(*inputs))``, where ``enter()`` is open around ``gm``."""
+
+    gm: fx.GraphModule | None
+    """``None`` where ``finish(())`` is all of the call, which then meets no other rank."""
+    inputs: tuple[Any, ...]
+    enter: Enter
+    finish: Callable[[Any], Any]
+    """From what ``gm`` returns to what the call gives."""
+
+    @property
+    def segments(self) -> Segments | None:
+        """``gm`` between the points where ranks meet, for running many ranks in lockstep."""
+        return None if self.gm is None else segments_of(self.gm)
 
 
 class HeadCall(nn.Module):
@@ -60,18 +78,28 @@ class BodyCall(nn.Module):
         return self.variant == "sharded"
 
     def forward(self, *operands: Any) -> Any:
-        *rows, inputs, caches = operands
-        with running(caches, inputs):
-            return self.unpacked(self.body(*rows))
+        call = self.nested(operands)
+        if call.gm is None:
+            return call.finish(())
+        with call.enter():
+            found = call.gm(*call.inputs)
+        return call.finish(found)
 
     def unpacked(self, found: Any) -> Any:
         """A body that returns one tensor in a tuple gives the tensor."""
         return found[0] if self._several and len(self.results) == 1 else found
 
-    def nested(self, operands: Sequence[Any]) -> tuple[Segments, tuple[Any, ...], Enter]:
-        """For the lockstep runner: the body in segments, its inputs, and what to enter around each segment."""
+    def nested(self, operands: Sequence[Any]) -> Nested:
+        """What runs: the body, or what the runner of the caches puts in its place."""
         *rows, inputs, caches = operands
-        return segments_of(self.body), tuple(rows), lambda: running(caches, inputs)
+        bound = None if caches.runner is None else caches.runner.bind(self, rows, inputs)
+        if bound is None:
+            return Nested(self.body, tuple(rows), lambda: running(caches, inputs), self.unpacked)
+        return Nested(bound.gm, bound.operands, bound.enter, lambda found: self.packed(bound.finish(found)))
+
+    def packed(self, results: tuple[Any, ...]) -> Any:
+        """Results of a call as the step program takes them: one tensor, or a tuple of several."""
+        return self.unpacked(results if self._several else results[0])
 
     def fake(self, rows: Any, like: torch.Tensor) -> Any:
         """What a call on ``rows`` rows gives, in the fake mode of ``like``."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from pcp_passes.errors import ConfigError
+from pcp_passes.errors import ConfigError, LayoutError
 from pcp_passes.layout import Layout, sampled_rows
-from pcp_passes.plan import upload
+from pcp_passes.plan import LayoutBuffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,73 @@ def plan_values(plan: StepPlanInputs) -> tuple[torch.Tensor, ...]:
     return tuple(getattr(plan, name) for name in PLAN_INPUTS)
 
 
+class PlanBuffers(LayoutBuffers):
+    """The plan of a rank's sharded steps in buffers whose addresses never change: a load refills them.
+
+    A :class:`StepPlanInputs` of it is a set of prefix views and belongs to the step that was loaded last. On CUDA a
+    refill is queued on the current stream behind the steps that read the buffers; on CPU a step has ended by then.
+
+    Args:
+        pcp, rank, max_tokens, max_rows, device: see :class:`pcp_passes.plan.LayoutBuffers`.
+        max_sampled: largest ``L``, rows with logits of a step; ``S`` is never larger.
+    """
+
+    def __init__(
+        self, pcp: int, rank: int, *, max_tokens: int, max_rows: int, max_sampled: int, device: torch.device | str
+    ) -> None:
+        super().__init__(
+            pcp, rank, max_tokens=max_tokens, max_rows=max_rows, device=device, starts=torch.int64
+        )  # fmt: skip
+        self.max_sampled = max_sampled
+        self.local_rows = torch.zeros(max_tokens, dtype=torch.int64, device=self.device)
+        self.sampled_local = torch.zeros(max_sampled, dtype=torch.int64, device=self.device)
+        self.sampled_restore = torch.zeros(max_sampled, dtype=torch.int64, device=self.device)
+
+    def load(
+        self,
+        layout: Layout,
+        logit_rows: ArrayLike,
+        *,
+        padded_rows: int | None = None,
+        padded_sampled: int | None = None,
+    ) -> StepPlanInputs:
+        """What ``layout`` says to this rank, until the next load.
+
+        Args:
+            layout: of the batch whose ``query_start_loc`` the step inputs hold.
+            logit_rows: host copy of :attr:`StepInputs.logit_rows`; known from the schedule alone.
+            padded_rows, padded_sampled: ``N`` and ``S`` of a graph bucket; by default the largest rank's.
+
+        Raises:
+            LayoutError: a row or bucket that does not fit the layout, or a layout that does not fit the buffers.
+            ConfigError: the layout is replicated, so there is no rank-local part.
+        """
+        if layout.is_replicated:
+            raise ConfigError(
+                "Every rank holds every token of this batch (no prefill, decode='replicate'): it has no plan. "
+                "Run the step program without one."
+            )
+        sampled = sampled_rows(layout, logit_rows, padded_rows=padded_sampled)
+        if max(len(sampled.restore), sampled.padded_rows) > self.max_sampled:
+            raise LayoutError(
+                f"The step has {len(sampled.restore)} rows with logits, {sampled.padded_rows} of them on a rank; the "
+                f"step plan holds {self.max_sampled}; raise max_sampled."
+            )
+        rows = self.load_layout(layout, layout.max_rows if padded_rows is None else padded_rows)
+        per_rank, gathered = layout.padded_tokens, self.pcp * layout.padded_tokens
+        first = self.rank * per_rank
+        return StepPlanInputs(
+            local_rows=self._upload(self.local_rows, layout.gather_index[first : first + per_rank]),
+            gather_index=self.gather_index[:gathered],
+            write_mask=self.write_mask[:gathered],
+            row_request=self.row_request[: rows.num_padded_rows],
+            row_query_start_loc=self.query_start_loc[: rows.num_padded_rows + 1],
+            restore_index=self.restore_index[: layout.num_tokens],
+            sampled_local=self._upload(self.sampled_local, sampled.rows[self.rank]),
+            sampled_restore=self._upload(self.sampled_restore, sampled.restore),
+        )
+
+
 def plan_inputs(
     layout: Layout,
     rank: int,
@@ -125,39 +192,13 @@ def plan_inputs(
     padded_rows: int | None = None,
     padded_sampled: int | None = None,
 ) -> StepPlanInputs:
-    """What ``layout`` says to ``rank``.
-
-    Args:
-        layout: of the batch whose ``query_start_loc`` the step inputs hold.
-        logit_rows: host copy of :attr:`StepInputs.logit_rows`; known from the schedule alone.
-        device: where the tensors go.
-        padded_rows, padded_sampled: ``N`` and ``S`` of a graph bucket; by default the largest rank's.
-
-    Raises:
-        LayoutError: a rank, row or bucket that does not fit the layout.
-        ConfigError: the layout is replicated, so there is no rank-local part.
-    """
-    if layout.is_replicated:
-        raise ConfigError(
-            "Every rank holds every token of this batch (no prefill, decode='replicate'): it has no plan. "
-            "Run the step program without one."
-        )
-    rows = layout.rows(rank, padded_rows=layout.max_rows if padded_rows is None else padded_rows)
-    sampled = sampled_rows(layout, logit_rows, padded_rows=padded_sampled)
-    first, per_rank = rank * layout.padded_tokens, layout.padded_tokens
-    request = np.zeros(rows.num_padded_rows, dtype=np.int64)
-    request[: rows.num_rows] = rows.row_request
-
-    def to_device(array: NDArray[np.generic]) -> torch.Tensor:
-        return upload(array.astype(np.int64) if array.dtype == np.int32 else array, device)
-
-    return StepPlanInputs(
-        local_rows=to_device(layout.gather_index[first : first + per_rank]),
-        gather_index=to_device(layout.gather_index),
-        write_mask=to_device(layout.write_mask),
-        row_request=to_device(request),
-        row_query_start_loc=to_device(rows.query_start_loc),
-        restore_index=to_device(layout.restore_index),
-        sampled_local=to_device(sampled.rows[rank]),
-        sampled_restore=to_device(sampled.restore),
+    """:meth:`PlanBuffers.load` into buffers of just this layout's size; arguments and errors are the same."""
+    buffers = PlanBuffers(
+        layout.pcp,
+        rank,
+        max_tokens=max(layout.padded_tokens, 1),
+        max_rows=max(layout.max_rows, padded_rows or 0),
+        max_sampled=max(len(np.asarray(logit_rows)), padded_sampled or 0, 1),
+        device=device,
     )
+    return buffers.load(layout, logit_rows, padded_rows=padded_rows, padded_sampled=padded_sampled)

@@ -181,3 +181,31 @@ def test_scaling_gate_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ratio"] == pytest.approx(2.0 / 1.1)
     assert found["ratio"] < module.MIN_RATIO
     assert "1.82x" in module.line(found)
+
+
+def test_layers_add_no_distinct_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("piecewise_compile", monkeypatch)
+    found = module.growth([2, 4])
+    assert [(run["pieces"], run["distinct"]) for run in found] == [(3, 3), (5, 3)]
+    assert found[1]["seconds"]["split"] < 0.5 * found[1]["seconds"]["capture"]  # measured 0.03
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({}, None),
+        ({"sharded": 1.26}, "sharded: 1.26 times the unsharded body"),
+        ({"replicated": 1.26}, "replicated: 1.26 times"),
+        ({"both": 2.01}, "both: 2.01 times"),
+        ({"compiled": 1}, "a warm start compiled 1 pieces"),
+        ({"distinct": 4}, "distinct pieces by layers"),
+    ],
+)
+def test_piecewise_compile_gate(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str | None) -> None:
+    ratios = {
+        case: change.get(case, limit) for case, limit in {"sharded": 1.25, "replicated": 1.25, "both": 2.0}.items()
+    }
+    growth = [{"layers": 8, "distinct": 3}, {"layers": 16, "distinct": change.get("distinct", 3)}]
+    result = {"growth": growth, "cold": {"ratios": ratios, "warm": {"compiled": change.get("compiled", 0)}}}
+    found = load("piecewise_compile", monkeypatch).faults(result)
+    assert (text is None and not found) or (text is not None and found[0].startswith(text) and len(found) == 1)

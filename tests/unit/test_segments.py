@@ -12,6 +12,7 @@ from pcp_passes.errors import ConfigError, PcpError, RankMismatch
 from pcp_passes.ir.token_markers import restore_op
 from pcp_passes.segments import segments_of
 from pcp_passes.simulate import simulate, simulate_segments
+from pcp_passes.step.calls import Nested
 from tests import steps
 
 pytestmark = pytest.mark.unit
@@ -44,10 +45,7 @@ class Calling(nn.Module):
             self.entered += 1
             return nullcontext()
 
-        return segments_of(self.inner), tuple(operands), enter
-
-    def unpacked(self, found):
-        return found[0]
+        return Nested(self.inner, tuple(operands), enter, lambda found: found[0])
 
 
 def nesting() -> tuple[fx.GraphModule, Calling]:
@@ -117,3 +115,12 @@ def test_a_step_runs_the_same_node_by_node() -> None:
     found = simulate(host.program.sharded, values)
     again = steps.Host(host.program, steps.requests()).step([(0, 9), (1, 6)])
     assert torch.equal(found[0][0], again.sampled) and torch.equal(found[1][4], again.drafts)
+
+
+def test_a_called_module_may_run_as_a_whole() -> None:
+    """Its ``finish`` is then all of the call, which meets nobody."""
+    gm, called = nesting()
+    called.nested = lambda operands: Nested(None, (), nullcontext, lambda found: (found, operands[0] * 10)[1])
+    for run in (simulate, simulate_segments):
+        found = run(gm, [(torch.ones(1),), (torch.full((1,), 3.0),)])
+        assert [float(one) for one in found] == [40.0, 80.0]

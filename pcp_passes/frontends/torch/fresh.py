@@ -14,6 +14,7 @@ graph evaluates :meth:`FreshSpace.broken_guards` for each new (T, M) and capture
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+import pcp_kernels
 from pcp_passes.frontends.torch.inputs import Expression, GraphInput
 from pcp_passes.ir import fakes, meta
 from pcp_passes.ir.copies import copy_graph_module
@@ -210,11 +212,11 @@ def compile_in(space: FreshSpace, gm: fx.GraphModule) -> Callable[..., Any]:
     whole.recompile()
     inputs = [meta.value(node) for node in whole.graph.find_nodes(op="placeholder")]
     with space.ambient():
-        compiled: Any = compile_fx(whole, inputs, config_patches=_cache_key())
+        compiled: Any = compile_fx(whole, inputs, config_patches=cache_key())
     return compiled  # type: ignore[no-any-return]
 
 
-def _cache_key() -> dict[str, Any]:
+def cache_key() -> dict[str, Any]:
     """Inductor's caches do not look into our ops: a pass that does nothing puts the package's sources in their key.
 
     Where the user has a pass of their own in that place, theirs stays.
@@ -234,5 +236,6 @@ def _cache_key() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def source_hash() -> str:
-    """SHA-256 (hex) of this package's sources."""
-    return hash_sources(Path(__file__).resolve().parents[2])
+    """SHA-256 (hex) of this package's sources and of those of ``pcp_kernels``, whose ops compiled graphs call."""
+    folders = (Path(__file__).resolve().parents[2], Path(pcp_kernels.__file__).resolve().parent)
+    return hashlib.sha256("".join(map(hash_sources, folders)).encode()).hexdigest()

@@ -43,8 +43,11 @@ def test_both_sides_agree_and_are_counted() -> None:
     assert one["bytes"] == 0 and two["bytes"] > 0 and two["sharded_steps"] == 1
     assert len(two["rows_per_rank"]) == 2 and one["acceptance"] == two["acceptance"]
     assert one["acceptance"]["drafted"] > 0
-    code, plain = command("--pcp", "2")
+    code, plain = command("--pcp", "2", "--graph-mode", "full_and_piecewise")
     assert code == 0 and plain["text"] == found["text"] and plain["sides"]["1"]["acceptance"]["drafted"] == 0
+    hits = plain["sides"]["2"]["graph_hits"]
+    assert not plain["sides"]["1"]["graph_hits"] and not found["sides"]["2"]["graph_hits"]
+    assert hits.pop("target.replicated full 1x1") == 11 and set(hits.values()) == {1}, "one prefill, then decodes"
 
 
 def test_a_difference_is_shown_and_exits_with_one(monkeypatch: pytest.MonkeyPatch) -> None:

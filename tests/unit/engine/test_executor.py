@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from pcp_passes.engine.dummies import dummy_batch
 from pcp_passes.engine.engine import Engine
-from pcp_passes.engine.executor import dummy_batch
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.request import ScheduledBatch
+from pcp_passes.engine.request import Entry, Request, ScheduledBatch
+from pcp_passes.errors import ConfigError
 from tests.engine_double import EMPTY, ArithmeticExecutor, reference
 
 OPTIONS = EngineOptions(block_size=4, num_blocks=64, max_len=48, max_requests=4, budget=16)
@@ -147,3 +148,13 @@ def test_publishing_before_the_step_ended_would_be_seen() -> None:
     connector = publish_all(ArithmeticExecutor(OPTIONS, 2), Early)
     assert all(token == list(tokens) for _, tokens, token, _ in connector.published), "the target's rows are there"
     assert not complete(connector)
+
+
+def test_a_request_longer_than_its_block_table_is_refused() -> None:
+    """Attention that reads no length on the host would cut it at the table's end."""
+    executor = Recording(OPTIONS, 2)
+    held = OPTIONS.blocks_per_request(2) * OPTIONS.block_size
+    request = Request("long", tuple(range(held + 1)), SamplingParams(), prefill_len=held + 1)
+    with pytest.raises(ConfigError, match=f"reaches {held + 1} tokens.*holds {held} .*raise max_len"):
+        executor.load(ScheduledBatch(0, (Entry(request, 0, 0, held - 3, 4, 0, True, -1),)))
+    executor.load(ScheduledBatch(0, (Entry(request, 0, 0, held - 4, 4, 0, True, -1),)))

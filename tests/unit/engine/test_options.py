@@ -17,8 +17,9 @@ from tests.engine_double import ArithmeticExecutor
 @pytest.mark.parametrize(
     "field, value, said",
     [
-        ("graph_mode", "full", "graph_mode='full'.*not supported; use graph_mode='none', or vLLM"),
-        ("graph_mode", "piecewise", "graph_mode='piecewise'"),
+        ("graph_mode", "full", "graph_mode='full' .* one graph, but no graph holds .*; use 'full_and_piecewise'"),
+        ("graph_mode", "piecewize", "Did you mean 'piecewise'"),
+        ("graph_rows", (8, 16), "graph_rows given, but graph_mode='none' has no graphs; set graph_mode to one of"),
         ("fast_prefill", True, "fast_prefill=True.*set fast_prefill=False"),
         ("layout", "interleave", "unknown layout 'interleave'; accepted: 'zigzag', 'contiguous'"),
         ("layout", "zigzagg", "Did you mean 'zigzag'"),
@@ -83,7 +84,41 @@ def test_every_option_is_part_of_the_agreement() -> None:
         "check_ranks": False,
     }
     for field in dataclasses.fields(EngineOptions):
-        if field.name in ("graph_mode", "fast_prefill"):
-            continue  # one accepted value each
+        if field.name == "fast_prefill":
+            continue  # one accepted value
+        if field.name.startswith("graph"):
+            continue  # below
         value = other.get(field.name, getattr(base, field.name) + 1 if field.name not in other else None)
         assert dataclasses.replace(base, **{field.name: value}).digest() != base.digest(), field.name
+    graphed = dataclasses.replace(base, graph_mode="piecewise")
+    assert graphed.digest() != base.digest()
+    graphs: dict[str, Any] = {
+        "graph_mode": "full_and_piecewise",
+        "graph_compile": "inductor",
+        "graph_rows": (8, 16),
+        "graph_requests": (4,),
+        "graph_collectives": "inside",
+        "graph_bytes": 1 << 20,
+    }
+    assert set(graphs) == {field.name for field in dataclasses.fields(EngineOptions) if field.name.startswith("graph")}
+    for name, value in graphs.items():
+        assert dataclasses.replace(graphed, **{name: value}).digest() != graphed.digest(), name
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("graph_compile", "aot", "unknown graph_compile 'aot'; accepted: 'eager', 'inductor'"),
+        ("graph_collectives", "within", "unknown graph_collectives 'within'"),
+        ("graph_rows", (8, 4), r"^graph_rows: .*rows .*\(8, 4\)"),
+        ("graph_rows", (0, 4), r"^graph_rows: .*rows .*\(0, 4\)"),
+        ("graph_rows", 0, r"^graph_rows: .* tuple of integers; found 0\."),
+        ("graph_requests", "", r"^graph_requests: .* tuple of integers; found ''\."),
+        ("graph_requests", (2, 2), r"^graph_requests: .*requests .*\(2, 2\)"),
+        ("graph_requests", (1.5,), r"^graph_requests: .*requests .*1\.5"),
+        ("graph_bytes", 0, "graph_bytes must be an integer of at least 1, found 0"),
+    ],
+)
+def test_what_graphs_cannot_be_is_refused(field: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineOptions(graph_mode="piecewise", **{field: value})

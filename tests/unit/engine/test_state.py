@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pcp_passes.engine.dummies import dummy_batch, without_writes
 from pcp_passes.engine.engine import Engine
-from pcp_passes.engine.executor import without_writes
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.request import Entry, Request, ScheduledBatch
 from pcp_passes.engine.state import DeviceState
@@ -128,7 +128,17 @@ def test_a_row_forgets_the_request_before() -> None:
     assert (inputs.slots < 0).all(), "without blocks nothing is written"
 
 
-def test_nothing_is_written_and_nothing_seen_without_writes() -> None:
-    inputs = without_writes(state_with_two().prepare(batch()))
-    assert (inputs.slots == -1).all() and (inputs.block_table_pool == -1).all() and (inputs.seq_lens == 0).all()
+def test_without_writes_leaves_no_trace_and_every_row_has_a_key() -> None:
+    given = state_with_two().prepare(batch())
+    inputs = without_writes(given, OPTIONS.block_size)
+    lengths = given.query_start_loc.diff()
+    assert (inputs.slots == -1).all() and (inputs.block_table_pool == 0).all() and (inputs.next_prefill == 0).all()
+    assert inputs.seq_lens.tolist() == lengths.tolist()
+    assert inputs.positions.tolist() == [i for n in lengths.tolist() for i in range(n)]
     assert inputs.slots.shape == (8,)
+
+
+def test_without_writes_stays_inside_the_block_table() -> None:
+    inputs = without_writes(state_with_two().prepare(dummy_batch(90, 2)), OPTIONS.block_size)
+    held = inputs.block_table_pool.shape[1] * OPTIONS.block_size
+    assert held < 45 * 2 and int(inputs.positions.max()) < held and int(inputs.seq_lens.max()) <= held

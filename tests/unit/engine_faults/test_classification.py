@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pcp_passes.engine import executor as executor_module
+from pcp_passes.engine.dummies import dummy_batch
 from pcp_passes.engine.engine import Engine
-from pcp_passes.engine.executor import dummy_batch
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import Entry, Request, ScheduledBatch
@@ -122,7 +122,7 @@ def test_a_dummy_batch_has_the_shapes_of_a_real_one_and_leaves_no_trace(pcp: int
 def test_a_dummy_batch_that_wrote_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, made = two_steps_in(2)
     before = contents(made)
-    monkeypatch.setattr(executor_module, "without_writes", lambda inputs: inputs)
+    monkeypatch.setattr(executor_module, "without_writes", lambda inputs, block_size: inputs)
     engine.profile(13, 2)
     assert not unchanged(made, before)
 

@@ -18,6 +18,7 @@ from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.markers import reshard_op
 from pcp_passes.ir.placements import RankMajor, Shard
 from pcp_passes.passes import SHARDED, SHARDED_UNPACKED, PassContext
+from pcp_passes.piecewise.checks import OF_SPLITS
 from pcp_passes.step.checks import OF_STEPS
 from tests import toy, toy_runs
 
@@ -195,7 +196,7 @@ RED: list[tuple[str, Callable[[fx.GraphModule], None], str]] = [
 ]
 
 
-OF_BODIES = set(invariants.INVARIANTS) - OF_STEPS  # those: tests/unit/passes/test_step_passes.py
+OF_BODIES = set(invariants.INVARIANTS) - OF_STEPS - OF_SPLITS  # see tests/unit/{passes/test_step_passes,piecewise}
 
 
 @pytest.mark.parametrize("kind", ["dense", "latent"])
