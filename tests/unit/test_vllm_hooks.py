@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the vLLM front end that need no vLLM: import hooks, and a queue's writer that can be given up."""
+"""The parts of the vLLM front end that need no vLLM: import hooks, loggers, a queue's writer that can be given up."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from pcp_passes.frontends.vllm import executor, imports
+from pcp_passes.frontends.vllm import executor, imports, plugin
 
 
 @pytest.fixture
@@ -95,3 +96,16 @@ def test_a_writer_gives_up_when_the_queue_is_shut_down() -> None:
 def test_a_timeout_that_was_asked_for_is_kept() -> None:
     with pytest.raises(TimeoutError):
         executor.interruptible(Queue(free=0))("a", 1.0)
+
+
+@pytest.mark.parametrize("own, root, heard", [(False, False, True), (True, False, False), (False, True, False)])
+def test_our_loggers_speak_where_vllm_s_do(own: bool, root: bool, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives handlers and a level to its own loggers alone; a user's own set-up stays as it is."""
+    told, other = logging.NullHandler(), logging.NullHandler()
+    for name, handlers in (("vllm", [told]), ("pcp_passes", [other] if own else []), ("", [other] if root else [])):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", handlers)
+    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger("pcp_passes"), "level", logging.NOTSET)
+    plugin.log_as_vllm_does()
+    assert (logging.getLogger("pcp_passes").handlers == [told]) == heard
+    assert (logging.getLogger("pcp_passes").level == logging.INFO) == heard

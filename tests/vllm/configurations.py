@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from pcp_passes.frontends.vllm import cpu_graphs
+
 OURS = "pcp_passes.frontends.vllm.backend."
 MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla", "mtp": "tiny_mla_mtp"}
 #: Configurations without weights: vLLM's class for the first has no import that the text-only environment lacks.
@@ -39,7 +41,14 @@ def mtp(count: int, **values: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count, **values}}
 
 
+def pieces(**values: Any) -> dict[str, Any]:
+    """Piecewise CUDA graphs."""
+    return compilation(**({"mode": 3, "cudagraph_mode": "PIECEWISE"} | values))
+
+
 _MODE_3 = {"PCP_PASSES_CPU_MODE_3": "1"}
+#: The stand-ins that take graph modes on CPU.
+_GRAPHS = {**_MODE_3, cpu_graphs.SWITCH: "1"}
 _NO_PASS = 'set compilation_config to {"mode": 2}; mode 3 needs CUDA'
 
 CASES: dict[str, Case] = {
@@ -131,6 +140,54 @@ CASES: dict[str, Case] = {
     ),
     "aot": Case(("VLLM_USE_AOT_COMPILE=1", "unset it"), env={"VLLM_USE_AOT_COMPILE": "1"}),
     "graphs on cpu": Case(("=PIECEWISE", "needs a CUDA device", "to NONE"), compilation(cudagraph_mode="PIECEWISE")),
+    "whole graphs": Case(
+        ("cudagraph_mode=FULL puts attention and collectives of mixed batches", "set it to PIECEWISE"),
+        pieces(cudagraph_mode="FULL"),
+        env=_GRAPHS,
+    ),
+    "whole graphs of decode steps": Case(
+        ("cudagraph_mode=FULL_DECODE_ONLY chooses", "global number of requests", "set it to PIECEWISE"),
+        pieces(cudagraph_mode="FULL_DECODE_ONLY"),
+        env=_GRAPHS,
+    ),
+    "whole graphs and pieces": Case(
+        ("cudagraph_mode=FULL_AND_PIECEWISE chooses", "rank-local", "set it to PIECEWISE"),
+        pieces(cudagraph_mode="FULL_AND_PIECEWISE"),
+        env=_GRAPHS,
+    ),
+    "whole graphs and pieces, mode 2": Case(
+        ("cudagraph_mode=FULL_AND_PIECEWISE chooses", "set it to PIECEWISE"),
+        pieces(cudagraph_mode="FULL_AND_PIECEWISE", mode=2),
+        env=_GRAPHS,
+    ),
+    "fused attention": Case(
+        ("pass_config.fuse_attn_quant=true puts attention inside", "fuse_attn_quant to false"),
+        pieces(pass_config={"fuse_attn_quant": True}),
+        env=_GRAPHS,
+    ),
+    "sizes above the budget": Case(
+        ("no size to capture of at most max_num_batched_tokens=512", "name smaller"),
+        {"max_num_batched_tokens": 512, "max_num_seqs": 32} | pieces(cudagraph_capture_sizes=[520, 1024]),
+        env=_GRAPHS,
+    ),
+    "graphs without pieces": Case(
+        ("compilation mode 2 makes none", "mode to 3, or cudagraph_mode to NONE"), pieces(mode=2), env=_GRAPHS
+    ),
+    "graphs without splits": Case(
+        ("splitting_ops=[] leaves attention inside", "leave splitting_ops out"), pieces(splitting_ops=[]), env=_GRAPHS
+    ),
+    "graphs and a replicated drafter": Case(
+        ("drafter='replicate' is not supported", "to 'shard'"),
+        pieces() | mtp(1),
+        {"drafter": "replicate"},
+        env=_GRAPHS,
+        model="mtp",
+    ),
+    "compiled sizes by tokens": Case(
+        ("compile_sizes=[512]", "rows of one rank", "at most 272", "max_num_batched_tokens=512 over 2 ranks"),
+        {"max_num_batched_tokens": 512, "max_num_seqs": 32, **compilation(mode=3, compile_sizes=[16, 512])},
+        env=_MODE_3,
+    ),
     # The runner.
     "v1 runner": Case(("VLLM_USE_V2_MODEL_RUNNER=0", "unset"), env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "no triton": Case(("Triton found no device", "cpu_runner.enable()"), env={"VLLM_USE_V2_MODEL_RUNNER": None}),
@@ -145,6 +202,21 @@ CASES: dict[str, Case] = {
     "no mode asked for": Case((), {"compilation_config": {}}),
     "back end by name": Case((), compilation(backend="eager")),
     "mode 3": Case((), compilation(mode=3), env=_MODE_3),
+    "piecewise graphs": Case(
+        (),
+        {"max_num_batched_tokens": 512, "max_num_seqs": 32}
+        | pieces(cudagraph_capture_sizes=[8, 256, 320, 400, 512], compile_sizes=["cudagraph_capture_sizes", 100]),
+        env=_GRAPHS,
+    ),
+    "piecewise graphs, sizes left out": Case(
+        (), {"max_num_batched_tokens": 2048, "max_num_seqs": 32} | pieces(), env=_GRAPHS
+    ),
+    "piecewise graphs, largest size": Case(
+        (),
+        {"max_num_batched_tokens": 512, "max_num_seqs": 32, "max_cudagraph_capture_size": 16} | pieces(),
+        env=_GRAPHS,
+    ),
+    "some splits": Case((), pieces(splitting_ops=["vllm::unified_attention_with_output"]), env=_GRAPHS),
     "check on one rank": Case((), {"prefill_context_parallel_size": 1}, options={"mode": "check", "ranks": 4}),
     "sparse mla, check on one rank": Case(
         (), {"prefill_context_parallel_size": 1}, options={"mode": "check", "ranks": 4}, model="dsa"
@@ -155,10 +227,10 @@ CASES: dict[str, Case] = {
 
 #: What no configuration on CPU reaches: vLLM settles these otherwise there.
 ELSEWHERE = {
-    "_cuda_graphs": (
-        {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="PIECEWISE"))},
+    "graph_mode": (
+        {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"))},
         {"compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"))},
-        ("cudagraph_mode=PIECEWISE", "set it to NONE"),
+        ("cudagraph_mode=FULL puts", "set it to PIECEWISE"),
     ),
     "draft_cache": (
         {

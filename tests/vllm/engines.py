@@ -28,7 +28,8 @@ PROBE = "pcp_passes.frontends.vllm.probe"
 class Engine:
     """One point of the matrix. ``budget`` is the scheduler's token budget per step, ``drafts`` how many tokens the
     checkpoint's own module proposes per step. With drafts, a first group starts the probe and one after the others
-    returns what it saw. ``doomed`` is a function run at last, after which the engine is expected to fail."""
+    returns what it saw; so with ``probe``. ``compilation`` holds further keys of ``compilation_config``. ``doomed`` is
+    a function run at last, after which the engine is expected to fail."""
 
     model: str
     pcp: int = 2
@@ -42,19 +43,22 @@ class Engine:
     cache_root: str = ""
     drafts: int = 0
     doomed: str = ""
+    probe: bool = False
+    compilation: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         options = "stock" if self.options is None else ",".join(f"{k}={v}" for k, v in self.options.items())
         model = os.path.basename(self.model)
         drafts = f"-drafts{self.drafts}" if self.drafts else ""
-        return f"{model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}{drafts}-{options}"
+        graphs = f"-{self.compilation['cudagraph_mode']}" if "cudagraph_mode" in self.compilation else ""
+        return f"{model}-pcp{self.pcp}-mode{self.mode}-{self.backend}-budget{self.budget}{drafts}{graphs}-{options}"
 
     def groups(self) -> dict[str, Group]:
         """What the engine runs, by name and in order: ``probe``, the cases, ``probed``, then the extra groups."""
-        found = {"probe": Group(rpc=(f"{PROBE}:start",))} if self.drafts else {}
+        found = {"probe": Group(rpc=(f"{PROBE}:start",))} if self.drafts or self.probe else {}
         found |= {name: CASES[name]() for name in self.cases}
         found |= {f"extra {i}": group for i, group in enumerate(self.extra)}
-        found |= {"probed": Group(rpc=(f"{PROBE}:stop",))} if self.drafts else {}
+        found |= {"probed": Group(rpc=(f"{PROBE}:stop",))} if self.drafts or self.probe else {}
         if self.doomed:
             found["doomed"] = Group(ragged().requests, (self.doomed,))
         return found
@@ -81,6 +85,7 @@ class Engine:
             options=self.options,
             mode=self.mode,
             backend=self.backend,
+            compilation=self.compilation,
             engine=engine,
             env=env,
         )

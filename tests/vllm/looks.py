@@ -11,8 +11,8 @@ import torch
 
 
 def pieces(worker: Any) -> list[dict[str, Any]]:
-    """The pieces of every ``VllmBackend`` of this process: whether vLLM splits there, our ops in it, and the row
-    counts of its inputs."""
+    """The pieces of every ``VllmBackend`` of this process: whether vLLM splits there, our ops in it, the row counts of
+    its inputs, and the symbol by which vLLM picks a compiled range: the first integer among them."""
     from vllm.compilation.backends import VllmBackend
 
     found = []
@@ -27,6 +27,7 @@ def pieces(worker: Any) -> list[dict[str, Any]]:
                     "ours": sum("pcp." in op for op in ops),
                     "ops": len(ops),
                     "rows": sorted({_rows(node) for node in nodes if node.op == "placeholder"} - {""}),
+                    "picked_by": next(iter(_integers(nodes)), ""),
                 }
             )
     return found
@@ -36,6 +37,11 @@ def _rows(node: torch.fx.Node) -> str:
     value = node.meta.get("example_value")
     size = value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else value
     return str(size) if isinstance(size, torch.SymInt) else ""
+
+
+def _integers(nodes: Any) -> list[str]:
+    values = (node.meta.get("example_value") for node in nodes if node.op == "placeholder")
+    return [str(value) for value in values if isinstance(value, torch.SymInt)]
 
 
 def compilations(worker: Any) -> dict[str, int]:

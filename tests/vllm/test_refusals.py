@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from pcp_passes.frontends.vllm import cpu_runner
+from pcp_passes.piecewise.buckets import derive_buckets
 from tests.models import build
 from tests.vllm.configurations import CASES, ELSEWHERE, FOREIGN, MODEL, OURS, Case, compilation
 
@@ -95,6 +96,24 @@ def test_accepted_arguments_reach_the_passes(happened: Callable[[str], dict[str,
     piecewise = happened("mode 3")["ours"]
     assert piecewise["mode"] == 3 and "pcp::all_gather_rows" in piecewise["splitting_ops"]
     assert happened("another plugin's key")["ours"]["keys"] == ["someone_else"]
+
+
+def test_graph_sizes_and_splits_are_completed(happened: Callable[[str], dict[str, Any]]) -> None:
+    """No rank has more than 272 rows, so of the larger sizes only the smallest is captured, and compiled."""
+    found = happened("piecewise graphs")["ours"]
+    assert found["graphs"] == "PIECEWISE"
+    assert found["capture_sizes"] == [8, 256, 320]
+    assert sorted(found["compile_sizes"]) == [8, 100, 256, 320]
+    buckets = derive_buckets(budget=2048, pcp=2, max_requests=32, steps=0)
+    assert happened("piecewise graphs, sizes left out")["ours"]["capture_sizes"] == list(buckets.rows)
+    assert happened("piecewise graphs, largest size")["ours"]["capture_sizes"] == [1, 2, 4, 8, 16], "as the user limits"
+    for name in ("piecewise graphs", "some splits"):
+        splits = happened(name)["ours"]["splitting_ops"]
+        assert {"vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"} <= set(splits)
+        assert {"vllm::unified_kv_cache_update", "pcp::all_gather_rows", "aten::split_with_sizes"} <= set(splits)
+        assert len(splits) == len(set(splits))
+    for name in ("plain", "mode 3"):
+        assert happened(name)["ours"]["graphs"] == "NONE", "nobody asked for graphs"
 
 
 def test_every_refusal_is_exercised(happened: Callable[[str], dict[str, Any]]) -> None:
@@ -273,6 +292,9 @@ def _outcome(create: Callable[..., Any], models: dict[str, str], case: Case, add
         "mode": int(found.compilation_config.mode),
         "backend": found.compilation_config.backend,
         "splitting_ops": found.compilation_config.splitting_ops,
+        "graphs": found.compilation_config.cudagraph_mode.name,
+        "capture_sizes": found.compilation_config.cudagraph_capture_sizes,
+        "compile_sizes": found.compilation_config.compile_sizes,
         "keys": sorted(found.additional_config),
         "hash": found.compute_hash(),
         "aot": os.environ.get("VLLM_USE_AOT_COMPILE"),

@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from pcp_passes.dumps import claim_folder, dump_folder
 from pcp_passes.frontends.vllm import runtime as runtimes
+from pcp_passes.frontends.vllm.graphs import REPLICATED, late_capture, require_kept_inputs
 from pcp_passes.frontends.vllm.runtime import Role, Runtime
 from pcp_passes.ir.printer import graph_fingerprint, print_graph
 from pcp_passes.options import PcpOptions
@@ -40,7 +41,13 @@ class BodyEntry:
         variant = self.runtime.variants[self.role]
         if self.runtime.ran is not None:
             self.runtime.ran.append((self.role, variant))
-        return self.bodies[variant](*args)
+        try:
+            return self.bodies[variant](*args)
+        except RuntimeError as error:
+            late = late_capture(error, self.role, variant)
+            if late is None:
+                raise
+            raise late from error
 
 
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -74,18 +81,29 @@ def around_vllm_backend(
 ) -> Any:
     """Mode 3: two ``VllmBackend`` calls, one per body, with cache folders of their own."""
     from vllm.compilation.backends import VllmBackend
+    from vllm.compilation.partition_rules import should_split
 
+    compilation, runtime = backend.vllm_config.compilation_config, runtimes.current()
+    rewrites = runtime is not None and runtime.pcp > 1 and runtime.options.mode == "rewrite"
+    captures = rewrites and compilation.cudagraph_mode.has_piecewise_cudagraphs()
     backends = iter((backend, None))
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if captures:
+            require_kept_inputs(gm.graph, lambda node: should_split(node, compilation.splitting_ops), backend.prefix)
         instance = next(backends)
         if instance is None:  # a VllmBackend compiles one graph
             # vLLM 0.33 decides on AOT per instance; the twin must not differ.
             aot = getattr(backend.compiler_manager, "use_aot_compile", None)
             more = {} if aot is None else {"use_aot_compile": aot}
-            prefix = f"{backend.prefix}_replicated"
+            prefix = f"{backend.prefix}{REPLICATED}"
             instance = VllmBackend(backend.vllm_config, prefix=prefix, is_encoder=backend.is_encoder, **more)
-        return original(instance, gm, inputs)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = original(instance, gm, inputs)
+        if captures:
+            assert runtime is not None
+            pieces = [item for item in instance.piecewise_graphs if not item.is_splitting_graph]
+            runtime.pieces[instance.prefix] = len(pieces)
+        return compiled
 
     return _compile(graph, example_inputs, compiler, backend.prefix)
 

@@ -20,6 +20,16 @@ from pcp_passes.frontends.vllm.config_drafts import (
     draft_modules,
     fast_prefill,
 )
+from pcp_passes.frontends.vllm.config_graphs import (
+    compiled_sizes,
+    cut,
+    graph_arguments,
+    graph_drafter,
+    graph_mode,
+    no_graphs_by_default,
+    settle_sizes,
+    whole_graph_arguments,
+)
 from pcp_passes.frontends.vllm.sparse import settings as sparse
 from pcp_passes.frontends.vllm.sparse.settings import sparse_attention
 from pcp_passes.options import PcpOptions
@@ -65,7 +75,7 @@ def prepare(args: Any) -> PcpOptions | None:
         _compile_on_cpu(args)
         sparse.keep_graphs()
     if args.prefill_context_parallel_size > 1:
-        _no_graphs_by_default(args)
+        no_graphs_by_default(args)
     _use_our_backend(args)
     _whole_graph_every_start()
     return options
@@ -161,7 +171,9 @@ def _graphs_on_cpu(args: Any) -> str | None:
     from vllm.platforms import current_platform
 
     mode = args.compilation_config.cudagraph_mode
-    if not current_platform.is_cpu() or mode is None or mode.name == "NONE":
+    if mode is None or mode.name == "NONE" or not current_platform.is_cpu():
+        return None
+    if current_platform.support_static_graph_mode():  # the stand-in of `cpu_graphs`
         return None
     return f"cudagraph_mode={mode.name} needs a CUDA device, and this platform is CPU; set it to NONE."
 
@@ -175,6 +187,8 @@ _ARGUMENT_REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     fast_prefill,
     _placement,
     _graphs_on_cpu,
+    whole_graph_arguments,
+    graph_arguments,
 )
 
 
@@ -202,14 +216,6 @@ def _compile_on_cpu(args: Any) -> None:
 
     if current_platform.is_cpu() and args.compilation_config.mode is None and int(args.optimization_level) > 0:
         args.compilation_config.mode = CompilationMode.DYNAMO_TRACE_ONCE
-
-
-def _no_graphs_by_default(args: Any) -> None:
-    """vLLM's own default on CUDA is a graph mode, which a user who set nothing should not be refused for."""
-    from vllm.config import CUDAGraphMode
-
-    if args.compilation_config.cudagraph_mode is None:
-        args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def _use_our_backend(args: Any) -> None:
@@ -241,8 +247,11 @@ def _whole_graph_every_start() -> None:
     os.environ["VLLM_USE_AOT_COMPILE"] = "0"
 
 
-def validate(vllm_config: Any, options: PcpOptions) -> None:
+def validate(vllm_config: Any, options: PcpOptions, *, sizes_asked: bool = True) -> None:
     """Refuse combinations, on the configuration that vLLM settled on.
+
+    Args:
+        sizes_asked: whether the user named the sizes of CUDA graphs.
 
     Raises:
         ConfigError: the first combination that is not supported, with what was found and what to do.
@@ -261,7 +270,9 @@ def validate(vllm_config: Any, options: PcpOptions) -> None:
         if reason:
             raise ConfigError(f"pcp_passes with prefill_context_parallel_size={pcp}: {reason}")
     _require_compiled(vllm_config)
-    _cut_at_collectives(vllm_config)
+    if int(vllm_config.compilation_config.mode) == 3:
+        cut(vllm_config, (*SPLITTING_OPS, *sparse.splitting_ops(vllm_config)))
+        settle_sizes(vllm_config, sizes_asked)
 
 
 def _lora(config: Any) -> str | None:
@@ -309,14 +320,6 @@ def _kv_transfer(config: Any) -> str | None:
     return kv_transfer.refusal(config)
 
 
-def _cuda_graphs(config: Any) -> str | None:
-    """vLLM captures what a dummy batch runs, which is the sharded body; the other would be captured in mid-request."""
-    mode = config.compilation_config.cudagraph_mode
-    if mode is None or mode.name == "NONE":
-        return None
-    return f"cudagraph_mode={mode.name} is not supported yet; set it to NONE, or leave it out."
-
-
 def _prompt_embeddings(config: Any) -> str | None:
     if not config.model_config.enable_prompt_embeds:
         return None
@@ -362,7 +365,9 @@ _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _pipeline_parallel,
     _data_parallel,
     _kv_transfer,
-    _cuda_graphs,
+    graph_mode,
+    graph_drafter,
+    compiled_sizes,
     _prompt_embeddings,
     _multi_axis_positions,
     _prompt_window,
@@ -383,12 +388,3 @@ def _require_compiled(vllm_config: Any) -> None:
         f"the model would run with compilation mode {mode} and backend {compilation.backend!r}, which never reaches "
         f'the passes; set compilation_config to {{"mode": 2}}{others}.'
     )
-
-
-def _cut_at_collectives(vllm_config: Any) -> None:
-    compilation = vllm_config.compilation_config
-    if int(compilation.mode) != 3:
-        return
-    ops = list(compilation.splitting_ops or ())
-    cuts = (*SPLITTING_OPS, *sparse.splitting_ops(vllm_config))
-    compilation.splitting_ops = ops + [op for op in cuts if op not in ops]

@@ -9,6 +9,7 @@ either, so three stand-ins suffice, applied in every process *before vLLM is imp
 2. ``torch.cuda`` streams and events become inert objects: CPU work is already in order.
 3. Mode 3 (``VllmBackend``, the piecewise split) is kept when asked for. vLLM's CPU platform turns it into mode 2,
    and its post-grad passes name CUDA-only operators; the one that does is left out.
+4. Piecewise CUDA graphs, when asked for, are a check of what each would have read (:mod:`.cpu_graphs`).
 
 It proves semantics. It does not prove kernels, races, NCCL or graph capture. Production never imports it.
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pcp_passes.frontends.vllm import cpu_graphs
 from pcp_passes.frontends.vllm.imports import after_import, around_import
 
 SWITCH = "PCP_PASSES_CPU_RUNNER"
@@ -72,6 +74,7 @@ def install() -> None:
     if not _installed:
         around_import("vllm.triton_utils.importing", _triton_looks_active)
         after_import("vllm.platforms.cpu", _keep_mode_3)
+        cpu_graphs.install()
     _installed = True
 
 
@@ -136,13 +139,14 @@ def _keep_mode_3(module: types.ModuleType) -> None:
         from vllm.config import CompilationMode
 
         compilation = vllm_config.compilation_config
-        asked, backend = compilation.mode, compilation.backend
+        asked, backend, sizes = compilation.mode, compilation.backend, compilation.cudagraph_capture_sizes
         original(cls, vllm_config)
         # Only an explicit mode 3 is kept: the platform's default stays what it is.
         if asked != CompilationMode.VLLM_COMPILE or not os.environ.get("PCP_PASSES_CPU_MODE_3"):
             return
         compilation.mode, compilation.backend = asked, backend
-        compilation.compile_sizes = []
+        compilation.compile_sizes = list(compilation.compile_sizes or ())
+        compilation.cudagraph_capture_sizes = sizes if cpu_graphs.active() else []
         compilation.pass_config.fuse_norm_quant = False
         compilation.pass_config.fuse_act_quant = False
 

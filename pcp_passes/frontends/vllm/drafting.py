@@ -39,6 +39,7 @@ class DraftHooks:
     draft_prefill_batch: InputBatch | None
     _global_batch: InputBatch | None
     _local_batch: InputBatch | None
+    input_buffers: Any
     _layout: Layout | None
     _plan: StepPlan
 
@@ -72,6 +73,13 @@ class DraftHooks:
             return
         local.input_ids.copy_(self._plan.shard_rows(input_ids))
         self.draft_prefill_batch = local
+
+    def get_draft_input_buffers(self, input_buffers: Any, *rows: int) -> Any:
+        """What the pass reads: the rank-local batch, if there is one; for a dummy of the sharded body the buffers that
+        such batches are in, so that graphs see one address; else the drafter's own."""
+        sharded = self.runtime.variants["drafter"] == "sharded"
+        upstream: Any = super()
+        return upstream.get_draft_input_buffers(self.input_buffers if sharded else input_buffers, *rows)
 
     def restore_draft_prefill(
         self, last_hidden_states: torch.Tensor, hidden_states: torch.Tensor

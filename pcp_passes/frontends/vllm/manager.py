@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+_BUFFERS = ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens")
 _INPUT_BATCH_FIELDS = {f.name for f in dataclasses.fields(InputBatch)}
 
 
@@ -62,7 +63,7 @@ class PassesPCPManager(DraftHooks, upstream.PCPManager):  # type: ignore[misc]
             device=self.device,
         )
         # One set of persistent buffers: capture, dummy and real batches read the same addresses.
-        for name in ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens"):
+        for name in _BUFFERS:
             setattr(buffers, name, getattr(self._plan, name))
         self._size_slots()
 
@@ -211,20 +212,21 @@ class PassesPCPManager(DraftHooks, upstream.PCPManager):  # type: ignore[misc]
 
     # -- dummy, profile and capture batches --------------------------------------------------------------
 
-    def _stage_dummy(self, num_tokens: int) -> None:
-        """Forget the last real batch: a dummy step owns no slot and restores nothing."""
+    def _stage_dummy(self, input_batch: InputBatch) -> InputBatch:
+        """Forget the last real batch: a dummy step owns no slot and restores nothing. The dummy's tensors come back as
+        copies, because a capture makes it in these very buffers, which are reset here."""
+        copies = {name: getattr(input_batch, name).clone() for name in _BUFFERS}
         self.runtime.variants["target"] = "sharded"
         self._global_batch = self._local_batch = self.draft_prefill_batch = None
         self._layout = None
-        self._plan.reset_for_dummy(num_tokens)
+        self._plan.reset_for_dummy(input_batch.num_tokens_after_padding)
+        return dataclasses.replace(input_batch, **copies)
 
     def prepare_inputs_to_capture(self, input_batch: InputBatch) -> InputBatch:  # vLLM 0.32
-        self._stage_dummy(input_batch.num_tokens_after_padding)
-        return super().prepare_inputs_to_capture(input_batch)
+        return super().prepare_inputs_to_capture(self._stage_dummy(input_batch))
 
     def prepare_inputs_for_capture_or_profile(self, input_batch: InputBatch) -> InputBatch:  # vLLM 0.33
-        self._stage_dummy(input_batch.num_tokens_after_padding)
-        return super().prepare_inputs_for_capture_or_profile(input_batch)
+        return super().prepare_inputs_for_capture_or_profile(self._stage_dummy(input_batch))
 
     def get_dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
         """Slots of a dummy batch, all padding, at the address that a real batch uses: ``[G, P * num_tokens]``."""

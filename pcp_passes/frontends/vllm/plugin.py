@@ -17,6 +17,7 @@ from typing import Any
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.vllm import config as vllm_options
+from pcp_passes.frontends.vllm.config_graphs import asks_for_sizes
 from pcp_passes.frontends.vllm.executor import around_init_executor
 from pcp_passes.frontends.vllm.imports import after_import
 from pcp_passes.frontends.vllm.mla_cpu import keep_chunked_prefill
@@ -49,6 +50,7 @@ def register() -> None:
 
 def _hook_engine_arguments(module: ModuleType) -> None:
     _wrap(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+    log_as_vllm_does()
 
 
 def _hook_registry(module: Any) -> None:
@@ -65,6 +67,18 @@ def _hook_executor(module: ModuleType) -> None:
 def _hook_workers(module: ModuleType) -> None:
     _wrap(module.WorkerWrapperBase, "init_device", _around_init_device)
     _wrap(module.WorkerWrapperBase, "shutdown", _around_shutdown)
+    log_as_vllm_does()
+
+
+def log_as_vllm_does() -> None:
+    """Give this package's loggers vLLM's level and handlers: vLLM configures its own alone, so ours would be silent.
+
+    Where the user has set up logging, for this package or for all, that stays.
+    """
+    ours, theirs = logging.getLogger("pcp_passes"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -82,11 +96,12 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def _around_create_engine_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     options = vllm_options.prepare(args)
+    sizes_asked = options is not None and asks_for_sizes(args)
     vllm_config = original(args, *rest, **kwargs)
     if options is not None:
         from pcp_passes.frontends.vllm import metrics
 
-        vllm_options.validate(vllm_config, options)
+        vllm_options.validate(vllm_config, options, sizes_asked=sizes_asked)
         metrics.publish()
     return vllm_config
 
@@ -116,12 +131,14 @@ def activate(options: PcpOptions) -> None:
     import vllm
     from vllm.compilation.backends import VllmBackend
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
     from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-    from pcp_passes.frontends.vllm import backend, drafting, dspark, kv_transfer, metrics, versions
+    from pcp_passes.frontends.vllm import backend, drafting, dspark, graphs, kv_transfer, metrics, versions
 
     versions.require_signatures(vllm.__version__)
     _wrap(TargetDependentARSpeculator, "_run_model", drafting.around_draft_forward)
@@ -138,6 +155,9 @@ def activate(options: PcpOptions) -> None:
     _wrap(GPUModelRunner, "sample", drafting.around_sample)
     _wrap(TargetDependentARSpeculator, "propose", drafting.around_propose)
     _wrap(DFlashSpeculator, "propose", drafting.around_block_propose)
+    _wrap(GPUModelRunner, "capture_model", graphs.around_capture_model)
+    _wrap(ModelCudaGraphManager, "capture", graphs.around_target_capture)
+    _wrap(SpeculatorCudaGraphManager, "capture", graphs.around_draft_capture)
     if not isinstance(vars(GPUModelRunner)["pcp_manager_cls"], _ManagerClass):
         GPUModelRunner.pcp_manager_cls = _ManagerClass(vars(GPUModelRunner)["pcp_manager_cls"])
 

@@ -64,7 +64,10 @@ class _Probe:
     def _sampled(self, result: Any, hidden_states: Any, batch: Any, *_: Any) -> None:
         self.accepted.append(dict(zip(batch.req_ids, result[1].tolist(), strict=True)))
 
-    def _proposed(self, result: Any, batch: Any, *_: Any, **__: Any) -> None:
+    def _proposed(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("dummy_run"):
+            return
+        batch = args[0] if args else kwargs["input_batch"]
         self.drafts.append(dict(zip(batch.req_ids, result.tolist(), strict=True)))
 
 

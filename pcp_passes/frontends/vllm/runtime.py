@@ -51,6 +51,7 @@ class Runtime:
         reports: what was rewritten, per captured model.
         inductor_config: vLLM's ``inductor_compile_config``, for the mode-2 backend.
         shared_cache_layers: attention layers that read another layer's cache, and so write none.
+        pieces: with piecewise CUDA graphs, how many pieces of each body are captured, by vLLM's name of the body.
     """
 
     options: PcpOptions
@@ -65,6 +66,7 @@ class Runtime:
     reports: dict[str, RewriteReport] = field(default_factory=dict)
     shared_cache_layers: frozenset[str] = frozenset()
     inductor_config: dict[str, Any] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def playing(self, role: Role) -> Iterator[None]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pcp_passes.errors import PcpError
-from pcp_passes.frontends.vllm import cpu_runner
+from pcp_passes.frontends.vllm import cpu_graphs, cpu_runner
 
 
 class EngineFailed(PcpError):
@@ -65,7 +65,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Session:
-    """What to start and what to run. ``options`` is ``additional_config["pcp_passes"]``; ``None`` is stock vLLM."""
+    """What to start and what to run. ``options`` is ``additional_config["pcp_passes"]``; ``None`` is stock vLLM.
+    ``compilation`` holds further keys of ``compilation_config``."""
 
     model: str
     groups: tuple[Group, ...]
@@ -73,6 +74,7 @@ class Session:
     options: dict[str, Any] | None = field(default_factory=dict)
     mode: int = 2
     backend: str = "inductor"
+    compilation: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
@@ -86,6 +88,7 @@ class Session:
         if self.cpu:
             # The CPU rotary kernel reads MLA's strided halves wrongly; the native form is right and traceable.
             compilation["custom_ops"] = ["-rotary_embedding"]
+        compilation |= self.compilation
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": "float32" if self.cpu else "auto",
@@ -107,6 +110,8 @@ class Session:
             env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
             if self.mode == 3:
                 env["PCP_PASSES_CPU_MODE_3"] = "1"
+            if self.compilation.get("cudagraph_mode", "NONE") != "NONE":
+                env[cpu_graphs.SWITCH] = "1"
             # The scheduler runs in the child itself: one process, and one import of vLLM, less.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if any(group.rpc for group in self.groups):

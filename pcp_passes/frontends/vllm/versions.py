@@ -160,6 +160,47 @@ SYMBOLS: tuple[Symbol, ...] = (
             )
         },
     ),
+    Symbol(_RUNNER, "GPUModelRunner.capture_model", {"": ("self", "profile_only")}),
+    Symbol(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "ModelCudaGraphManager.capture",
+        {
+            "": (
+                "self",
+                "model",
+                "model_state",
+                "input_buffers",
+                "intermediate_tensors",
+                "block_tables",
+                "attn_groups",
+                "kv_cache_config",
+                "pcp_manager",
+                "has_lora",
+                "use_aux_hidden_state_outputs",
+                "lora_capture_hook",
+                "progress_bar_desc",
+            )
+        },
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils",
+        "SpeculatorCudaGraphManager.capture",
+        {
+            "": (
+                "self",
+                "forward_fn",
+                "model_state",
+                "input_buffers",
+                "block_tables",
+                "attn_groups",
+                "kv_cache_config",
+                "progress_bar_desc",
+                "specialize_spec_tokens",
+            )
+        },
+    ),
+    Symbol("vllm.compilation.monitor", "set_cudagraph_capturing_enabled", {"": ("enabled",)}),
+    Symbol("vllm.compilation.partition_rules", "should_split", {"": ("node", "splitting_ops")}),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", {"": ("self", "grammar_output")}),
     Symbol("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output", {"": ("self",)}),
     Symbol(
