@@ -90,19 +90,32 @@ def inspect(
     drafter: Annotated[str, typer.Option(help="none, or mtp: the step program of target and drafter.")] = "none",
     steps: Annotated[int, typer.Option(min=1, help="With --drafter: drafts per step.")] = 3,
     graph: Annotated[bool, typer.Option(help="Print the rewritten graph too.")] = False,
+    cudagraph: Annotated[bool, typer.Option("--cudagraph", help="CUDA graphs: pieces, cuts, buckets.")] = False,
+    budget: Annotated[int, typer.Option(min=1, help="With --cudagraph: tokens of a step.")] = 8192,
+    max_requests: Annotated[int, typer.Option(min=1, help="With --cudagraph: requests at a time.")] = 256,
     as_json: Json = False,
 ) -> None:
     """Show what sharding MODEL means: work, collectives, memory, fallbacks. Needs its config.json, no weights.
 
     With --drafter, show what a step moves between ranks, and between target and drafter.
 
+    With --cudagraph, show the pieces that CUDA graphs would hold and why they are cut; static inputs; buckets.
+    --tokens, --layout, --outputs and --graph do not matter then.
+
     Exits with 1 when the model is refused.
     """
     from pcp_passes.cli.inspect import inspect_configuration, inspect_in_vllm, render_model, render_vllm
+    from pcp_passes.cli.inspect_graphs import inspect_graphs, render_graphs
     from pcp_passes.cli.inspect_step import inspect_step, render_step
 
     try:
-        if drafter != "none":
+        if cudagraph:
+            graphs = inspect_graphs(
+                model, drafter=drafter, steps=steps, pcp=pcp, dtype=dtype, budget=budget, max_requests=max_requests,
+                full=full, vllm=vllm,
+            )  # fmt: skip
+            data, shown, text = graphs.to_json(), render_graphs(graphs), ""
+        elif drafter != "none":
             found, text = inspect_step(
                 model, drafter=drafter, steps=steps, pcp=pcp, tokens=tokens, layout=layout, dtype=dtype, full=full,
                 vllm=vllm,
@@ -140,16 +153,25 @@ def generate(
     drafter: Annotated[str, typer.Option(help="With the embedded engine: none, or mtp.")] = "none",
     steps: Annotated[int, typer.Option(min=1, help="With --drafter: drafts per step.")] = 3,
     dtype: Annotated[str, typer.Option(help="With the embedded engine: fp64 (judges equality) or fp32.")] = "fp64",
+    graph_mode: Annotated[
+        str,
+        typer.Option(
+            help="With the embedded engine: none, piecewise, full_decode_only or full_and_piecewise. On CPU, as here, "
+            "a checker stands in for CUDA graphs."
+        ),
+    ] = "none",
     as_json: Json = False,
 ) -> None:
     """Generate with PCP=1 and PCP=P side by side. Exits with 1 when tokens (or accepted drafts) differ."""
     text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
     if engine == "embedded":
-        _generate_embedded(model, text, pcp, max_tokens, decode, drafter, steps, dtype, as_json)
+        _generate_embedded(model, text, pcp, max_tokens, decode, drafter, steps, dtype, graph_mode, as_json)
     if engine != "vllm":
         raise ConfigError(unknown_choice("engine", engine, ("vllm", "embedded")))
     if drafter != "none":
         raise ConfigError(f"--drafter {drafter} is for --engine embedded; in vLLM, set its speculative_config.")
+    if graph_mode != "none":
+        raise ConfigError(f"--graph-mode {graph_mode} is for --engine embedded; in vLLM, set its compilation_config.")
     from pcp_passes.cli.generate import compare, render_comparison
 
     with console.status("starting") as status:
@@ -171,14 +193,15 @@ def generate(
 
 
 def _generate_embedded(
-    model: str, text: str, pcp: int, max_tokens: int, decode: str, drafter: str, steps: int, dtype: str, as_json: bool
-) -> NoReturn:
+    model: str, text: str, pcp: int, max_tokens: int, decode: str, drafter: str, steps: int, dtype: str,
+    graph_mode: str, as_json: bool,
+) -> NoReturn:  # fmt: skip
     from pcp_passes.cli.generate_embedded import compare_embedded, render_embedded
 
     with Console(stderr=True).status("starting") as status:
         result = compare_embedded(
             model, text, pcp=pcp, drafter=drafter, steps=steps, max_tokens=max_tokens, decode=decode, dtype=dtype,
-            progress=status.update,
+            graph_mode=graph_mode, progress=status.update,
         )  # fmt: skip
     if as_json:
         _emit(result.to_json())

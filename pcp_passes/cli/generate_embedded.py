@@ -95,6 +95,7 @@ def compare_embedded(
     temperature: float = 0.0,
     decode: str = "replicate",
     dtype: str = "fp64",
+    graph_mode: str = "none",
     progress: Callable[[str], None] = lambda line: None,
 ) -> EmbeddedComparison:
     """Generate from ``prompt`` on 1 and on ``pcp`` simulated ranks.
@@ -103,6 +104,8 @@ def compare_embedded(
         model: a Hugging Face folder. Without a tokenizer its vocabulary must be bytes and a few marks.
         drafter: ``none``, or ``mtp`` for the module that the checkpoint brings.
         dtype: ``fp64`` judges equality; in ``fp32`` a near tie may fall differently.
+        graph_mode: of the ``pcp`` ranks (:class:`EngineOptions`), under the replay checker, as everywhere on a CPU; the
+            one rank that they are compared with has none.
 
     Raises:
         ConfigError: an unknown drafter or dtype, a folder without a model or tokenizer.
@@ -125,7 +128,12 @@ def compare_embedded(
         program = StepProgram(target.over(context), kind, pcp=size)
         longest = len(tokens) + max_tokens
         blocks = EngineOptions(max_len=longest).blocks_per_request(program.steps)
-        options = EngineOptions(pcp=size, max_len=longest, num_blocks=blocks, budget=8192, decode=decode)
+        # One request: no step has more tokens than its prompt, or than one verification.
+        budget = 8192 if graph_mode == "none" else max(len(tokens), 1 + program.steps)
+        options = EngineOptions(
+            pcp=size, max_len=longest, num_blocks=blocks, budget=budget, decode=decode, max_requests=1,
+            graph_mode="none" if size == 1 else graph_mode,
+        )  # fmt: skip
         engine = Engine(SimulatedExecutor(program, options))
         begin = time.perf_counter()
         name = engine.add_request(tokens, SamplingParams(max_tokens, temperature))
@@ -184,6 +192,12 @@ def render_embedded(result: EmbeddedComparison) -> RenderableType:
         rates = [" ".join(f"{rate:.3f}" for rate in one["rate_per_position"] if rate is not None) for one in acceptance]
         table.add_row("accepted per position", *rates)
         table.add_row("acceptance length", *(f"{one['acceptance_length']:.2f}" for one in acceptance))
+    hits, without = result.many.summary["graph_hits"], result.many.summary["steps_without_graph"]
+    if hits:
+        table.add_row("body calls by graph", "", "\n".join(f"{name}: {count}" for name, count in hits.items()))
+        table.add_row("rows that fill buckets", "", str(result.many.summary["graph_padding_rows"]))
+    if without:
+        table.add_row("steps without a graph", "", "\n".join(f"{reason}: {count}" for reason, count in without.items()))
     verdict = "[green]equal[/]" if result.tokens_equal else "[bold red]DIFFERENT[/]"
     return Lines(
         Text(result.text),

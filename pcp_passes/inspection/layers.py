@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -65,6 +66,24 @@ class LayerStack:
         """The layers that stand for their kinds, by their numbers in the model."""
         return tuple(kind.layers[0] for kind in self.kinds)
 
+    def every_transition(self) -> tuple[int, ...]:
+        """Layers, ascending, of which each two neighbours are of kinds that are neighbours in the model, for all such.
+
+        What lies between two layers, or reaches over their border, is so captured at least once. With kinds
+        ``a b b b c c c`` these are layers 0, 1, 2, 4, 5: the pairs a-b, b-b, b-c and c-c.
+        """
+        kind = {number: kind.label for kind in self.kinds for number in kind.layers}
+        pairs = [(kind[number], kind[number + 1]) for number in range(len(kind) - 1)]
+        kept, covered = [0], set[tuple[str, str]]()
+        for number, pair in enumerate(pairs):
+            if pair in covered:
+                continue
+            while kind[kept[-1]] != kind[number]:  # walk on to a layer from which this one can be left out
+                kept.append(kept[-1] + 1)
+            kept.append(number + 1)
+            covered.update((kind[a], kind[b]) for a, b in pairwise(kept))
+        return tuple(kept)
+
     def number_in(self, path: str) -> int | None:
         """The layer's number in a module path or parameter name; ``None`` for what is outside all layers."""
         found = re.search(rf"(?:^|\.){re.escape(self.path)}\.(\d+)(?=\.|$)", path) if self.path else None
@@ -104,7 +123,11 @@ def find_stack(model: nn.Module, config: Any) -> LayerStack:
 
 def keep_one_of_each(model: nn.Module, config: Any, stack: LayerStack) -> None:
     """Leave one layer of each kind in ``model``; ``config``, which it reads while it runs, is changed to match."""
-    kept = stack.captured()
+    keep_layers(model, config, stack, stack.captured())
+
+
+def keep_layers(model: nn.Module, config: Any, stack: LayerStack, kept: Sequence[int]) -> None:
+    """Leave only the layers with these numbers, in their order."""
     layers = model.get_submodule(stack.path)
     assert isinstance(layers, nn.ModuleList)
     count = len(layers)

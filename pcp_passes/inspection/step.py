@@ -102,6 +102,21 @@ def inspect_step_config(
 
 def _weightless(config: Mapping[str, Any], dtype: torch.dtype, full: bool) -> tuple[Any, tuple[LayerKind, ...], int]:
     """The model on ``meta``, the kind that each captured layer stands for, and the number of its layers."""
+    model = model_on_meta(config, dtype)
+    stack = find_stack(model, model.config)
+    count = int(model.config.num_hidden_layers)
+    if full or not stack.path:
+        return model, (), count
+    keep_one_of_each(model, model.config, stack)
+    return model, stack.kinds, count
+
+
+def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The causal language model of a configuration, without memory for its weights.
+
+    Raises:
+        ConfigError: transformers is missing or does not know the model type.
+    """
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ImportError as error:
@@ -112,23 +127,22 @@ def _weightless(config: Mapping[str, Any], dtype: torch.dtype, full: bool) -> tu
         raise ConfigError(f"transformers knows no model type {kind!r}; give a configuration that it has")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(given), dtype=dtype)
-    model.eval().requires_grad_(False)
-    stack = find_stack(model, model.config)
-    count = int(model.config.num_hidden_layers)
-    if full or not stack.path:
-        return model, (), count
-    keep_one_of_each(model, model.config, stack)
-    return model, stack.kinds, count
+    return model.eval().requires_grad_(False)
 
 
 def _capture(model: Any, ctx: PassContext) -> tuple[Any, Any]:
-    from pcp_passes.frontends.transformers.mtp import MTPLayer, load_mtp
     from pcp_passes.frontends.transformers.target import load_target
 
-    target = load_target(model, ctx=ctx)
+    return load_target(model, ctx=ctx), capture_mtp(model, ctx)
+
+
+def capture_mtp(model: Any, ctx: PassContext) -> Any:
+    """The next-token module of a model on ``meta``, with weights that are as little there."""
+    from pcp_passes.frontends.transformers.mtp import MTPLayer, load_mtp
+
     with torch.device("meta"):
         layer = MTPLayer(model)
         prefix = f"model.layers.{layer.index}."
         names = {name for name in layer.state_dict() if not name.startswith(("embed_tokens", "rotary"))}
         tensors = {prefix + name.removeprefix("block."): layer.state_dict()[name] for name in names}
-        return target, load_mtp(model, tensors, ctx=ctx)
+        return load_mtp(model, tensors, ctx=ctx)
