@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from textwrap import indent
 from typing import Any, get_args
 
 import pytest
@@ -72,12 +73,13 @@ def write_tree(root: Path, version: str) -> Path:
         names = symbol.expected(version)
         owner, _, function = symbol.qualname.partition(".")
         if names is not None:
-            code = f"    def {function}({', '.join(names)}): ..."
-            modules.setdefault(symbol.module, {}).setdefault(owner, []).append(code)
+            code = f"def {function or owner}({', '.join(names)}): ..."
+            modules.setdefault(symbol.module, {}).setdefault(owner if function else "", []).append(code)
     for module, classes in modules.items():
         path = root / (module.replace(".", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(f"class {name}:\n" + "\n".join(body) for name, body in classes.items()))
+        parts = [f"class {owner}:\n" + indent("\n".join(body), "    ") for owner, body in classes.items() if owner]
+        path.write_text("\n".join((*parts, *classes.get("", []))))
     (root / "vllm/_version.py").write_text(f"version: str\n__version__ = version = '{version}'\n")
     return root
 
