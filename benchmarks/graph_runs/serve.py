@@ -49,14 +49,21 @@ def workload(size: Size, pcp: int, device: torch.device, quick: bool) -> Workloa
     return Workload(requests, most)
 
 
-class Uncaptured(Replayer[Captured]):
+@dataclass(frozen=True, eq=False)
+class Kept(Captured):
+    """What is run in the place of a graph."""
+
+    function: Function
+
+
+class Uncaptured(Replayer[Kept]):
     """Runs what would be captured, each time: the same shapes and buffers as a graph, and no graph."""
 
-    def _capture(self, key: GraphKey, function: Function, inputs: Tensors, names: Any) -> tuple[Captured, Tensors]:
-        return Captured((), 0), tuple(function(*inputs))
+    def _capture(self, key: GraphKey, function: Function, inputs: Tensors, names: Any) -> tuple[Kept, Tensors]:
+        return Kept((), 0, function), tuple(function(*inputs))
 
-    def _replay(self, key: GraphKey, graph: Captured, function: Function, inputs: Tensors, names: Any) -> Tensors:
-        return tuple(function(*inputs))
+    def _replay(self, key: GraphKey, graph: Kept, inputs: Tensors, names: Any) -> Tensors:
+        return tuple(graph.function(*inputs))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ and every value is computed again. What is then on a CPU, depends on data, waits
 is told by PyTorch to be unfit for a CUDA graph, is an offence with the line of the model that made it::
 
     for node, why in offences(split):
-        print(node, why, meta.source_line(node))
+        logger.warning("%s: %s  %s", node, why, meta.source_line(node))
 
 This is static compatibility, not capture: nothing has run, and a kernel may still do what its op does not say.
 

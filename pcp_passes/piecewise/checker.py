@@ -99,9 +99,7 @@ class ReplayChecker(Replayer[CheckedGraph]):
         self._soil(outputs)
         return graph, outputs
 
-    def _replay(
-        self, key: GraphKey, graph: CheckedGraph, function: Function, inputs: Tensors, names: Sequence[str]
-    ) -> Tensors:
+    def _replay(self, key: GraphKey, graph: CheckedGraph, inputs: Tensors, names: Sequence[str]) -> Tensors:
         wrong = [
             f"{_named(names, i)} is {_place(found)}, required {_place(held)}"
             for i, (found, held) in enumerate(zip(inputs, graph.inputs, strict=False))

@@ -71,9 +71,7 @@ class CudaReplayer(Replayer[CudaGraph]):
         graph.replay()
         return CudaGraph(tuple(map(unowned, outputs)), taken, graph, _addresses(inputs)), outputs
 
-    def _replay(
-        self, key: GraphKey, graph: CudaGraph, function: Function, inputs: Tensors, names: Sequence[str]
-    ) -> Tensors:
+    def _replay(self, key: GraphKey, graph: CudaGraph, inputs: Tensors, names: Sequence[str]) -> Tensors:
         found = _addresses(inputs)  # about 0.1 us each; a replay is some 10 us of the host's time
         if found != graph.addresses:
             pairs = enumerate(zip(found, graph.addresses, strict=False))

@@ -97,7 +97,7 @@ class Replayer(ABC, Generic[Graph]):
         self.frozen = False
         self._graphs: dict[GraphKey, Graph] = {}
         self._replaying: GraphKey | None = None
-        self._exceeded = False
+        self._grown = False
 
     @property
     def captured_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Replayer(ABC, Generic[Graph]):
 
     def begin_call(self, key: GraphKey) -> None:
         """A body call begins: what graphs of this rank gave before is no longer valid."""
-        self._replaying, self._exceeded = None, False
+        self._replaying, self._grown = None, False
 
     def end_call(self, key: GraphKey) -> None:
         """A body call is through; it is dropped if its capture took what graphs keep over the bound.
@@ -128,7 +128,7 @@ class Replayer(ABC, Generic[Graph]):
         Not before: until a rank is through it runs what it captures twice, once to warm up, and a piece may hold a
         collective. Ranks that judge by their own bytes would issue different numbers of them.
         """
-        if self._exceeded:
+        if self._grown and self.max_bytes is not None and self.captured_bytes > self.max_bytes:
             self._drop(key.call)
 
     def forget(self, call: GraphKey) -> None:
@@ -136,7 +136,7 @@ class Replayer(ABC, Generic[Graph]):
         for key in [key for key in self._graphs if key.call == call]:
             del self._graphs[key]
             del self.captures[key]
-        self._exceeded = False
+        self._grown = False
 
     def filled(self, name: str, tail: torch.Tensor, pad: torch.Tensor | int) -> None:
         """The padding rows ``tail`` of buffer ``name`` have just been filled with ``pad``."""
@@ -161,11 +161,8 @@ class Replayer(ABC, Generic[Graph]):
             GraphError: a key without a graph after :meth:`freeze`; inputs that a graph cannot take; or a capture in a
                 body call that replayed another piece already, whose results the shared pool would give away.
         """
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self.hits[key] += 1
-            self._replaying = key.call
-            return self._replay(key, graph, function, inputs, names)
+        if key in self._graphs:
+            return self.replay(key, inputs, names)
         if key.call in self.uncaptured:
             return tuple(function(*inputs))
         if self.frozen:
@@ -183,8 +180,14 @@ class Replayer(ABC, Generic[Graph]):
         graph, outputs = self._capture(key, function, inputs, names)
         self._graphs[key] = graph
         self.captures[key] += 1
-        self._exceeded |= self.max_bytes is not None and self.captured_bytes > self.max_bytes
+        self._grown = True
         return outputs
+
+    def replay(self, key: GraphKey, inputs: Tensors, names: Sequence[str] = ()) -> Tensors:
+        """:meth:`run` of a key that :meth:`has` a graph, for callers that need not make its function first."""
+        self.hits[key] += 1
+        self._replaying = key.call
+        return self._replay(key, self._graphs[key], inputs, names)
 
     def _drop(self, call: GraphKey) -> None:
         if not self.uncaptured:
@@ -199,9 +202,7 @@ class Replayer(ABC, Generic[Graph]):
         """Capture; the graph, and the outputs of one run at its addresses."""
 
     @abstractmethod
-    def _replay(
-        self, key: GraphKey, graph: Graph, function: Function, inputs: Tensors, names: Sequence[str]
-    ) -> Tensors:
+    def _replay(self, key: GraphKey, graph: Graph, inputs: Tensors, names: Sequence[str]) -> Tensors:
         """Replay; the outputs."""
 
 

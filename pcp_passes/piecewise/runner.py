@@ -322,11 +322,12 @@ class BodyRunner:
         """See :class:`~pcp_passes.piecewise.pieces.PieceRunner`: captures or replays the piece."""
         now = self._running("a piece")
         key = replace(now.key, piece=piece.index)
-        if not self.replayer.has(key):
-            self.replayer.own([args[i] for i in piece.parameter_inputs])
         names = self._names.get(piece)
         if names is None:
             names = self._names[piece] = self._input_names(piece, args)
+        if self.replayer.has(key):  # what the piece runs is asked for at a capture alone
+            return self.replayer.replay(key, args, names)
+        self.replayer.own([args[i] for i in piece.parameter_inputs])
         return self.replayer.run(key, self.function(piece, now.rows), args, names)
 
     def _input_names(self, piece: Piece, args: Tensors) -> tuple[str, ...]:
