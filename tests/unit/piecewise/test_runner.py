@@ -323,6 +323,15 @@ def test_pieces_run_compiled_in_both_modes() -> None:
         host.step(scheduled)
 
 
+def test_a_piece_that_is_replayed_is_not_asked_for() -> None:
+    compiler = Counting()
+    host = graph_steps.run(steps.program(2), compiler=compiler, decode_mode=GraphMode.PIECEWISE)
+    compiler.frozen, compiler.asked = True, set()  # whatever is asked for now is refused
+    host.requests = steps.requests()
+    for scheduled in steps.MIXED:
+        host.step(scheduled)
+
+
 def test_target_and_drafter_share_what_they_hold_between_pieces() -> None:
     """It is read within one body call; what they are given and give has buffers of its own."""
     prepared = prepare(steps.program(1, steps=2))
