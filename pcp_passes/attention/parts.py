@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over one part of the keys, and the merge of parts by log-sum-exp.
+"""Attention over one part of the keys.
 
 A part returns ``(out, lse)``: its own softmax average ``[B, Hq, n, Dv]`` and the log-sum-exp of its logits
-``[B, Hq, n]``. Two parts with disjoint keys merge exactly::
-
-    weight = sigmoid(lse_1 - lse_2)
-    out    = weight * out_1 + (1 - weight) * out_2
-    lse    = log(exp(lse_1) + exp(lse_2))
+``[B, Hq, n]``. Parts with disjoint keys merge exactly: :mod:`pcp_passes.attention.merge`.
 """
 
 from __future__ import annotations
@@ -14,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from pcp_passes.attention.merge import merge_partials
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -71,12 +69,5 @@ def explicit_part(
 
 
 def merge(first: Result, second: Result) -> Result:
-    """Attention over the union of two disjoint sets of keys; may overwrite ``second``.
-
-    At most one of the two lse of a row may be ``-inf``: a row sees a key of one part at least.
-    """
-    out_1, lse_1 = first
-    out_2, lse_2 = second
-    weight = torch.sigmoid(lse_1 - lse_2)[..., None]
-    out = out_2.to(weight.dtype).lerp_(out_1.to(weight.dtype), weight)
-    return out, torch.logaddexp(lse_1, lse_2)
+    """Attention over the union of two disjoint sets of keys; see :func:`pcp_passes.attention.merge.merge_partials`."""
+    return merge_partials((first[0], second[0]), (first[1], second[1]))
