@@ -2,7 +2,8 @@
 """The folder that a tiny model is kept in: ``config.json`` and one ``model.safetensors``, as published models are.
 
 transformers writes the target, its experts one by one. It knows no MTP layer, so that is added here under the names
-that published checkpoints use: ``model.layers.<number of layers>.*``, without an embedding and a head of its own.
+that published checkpoints use: ``model.layers.<number of layers>.*``, with a copy of the embedding, which a drafter on
+the last of several pipeline stages has from nowhere else, and without a head of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def write_json(file: Path, entries: dict[str, object]) -> None:
 def mtp_tensors(model: TinyGlm) -> dict[str, Tensor]:
     """The MTP layer's tensors by their published names."""
     prefix = f"model.layers.{model.config.num_hidden_layers}."
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {f"{prefix}embed_tokens.weight": model.main.model.embed_tokens.weight.detach().clone()}
     for name, tensor in model.mtp.state_dict().items():
         published = prefix + name.removeprefix("block.").replace("head_norm", "shared_head.norm")
         stack, _, which = published.rpartition(".")
@@ -66,6 +67,7 @@ def load(folder: Path) -> TinyGlm:
     model.main = main
     prefix = f"model.layers.{main.config.num_hidden_layers}."
     stored = {name: t for name, t in load_file(folder / "model.safetensors").items() if name.startswith(prefix)}
+    stored.pop(f"{prefix}embed_tokens.weight")  # a copy of the target's, which the layer shares here
     state = model.mtp.state_dict()
     for name in state:
         published = prefix + name.removeprefix("block.").replace("head_norm", "shared_head.norm")

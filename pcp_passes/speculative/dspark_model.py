@@ -239,7 +239,9 @@ class DSpark(nn.Module):
         return {name: tensor for name, tensor in self.state_dict().items() if name not in SHARED}
 
 
-def load_dspark(folder: Path, embedding: Tensor, head: Tensor, dtype: torch.dtype | None = None) -> DSpark:
+def load_dspark(
+    folder: Path, embedding: Tensor, head: Tensor, dtype: torch.dtype | None = None, *, own_embedding: bool = False
+) -> DSpark:
     """The drafter of a checkpoint on a target's embedding and head.
 
     Args:
@@ -247,9 +249,12 @@ def load_dspark(folder: Path, embedding: Tensor, head: Tensor, dtype: torch.dtyp
         embedding: [V, C] of the target; shared, not copied, where ``dtype`` is its own.
         head: [V, C] of the target; likewise.
         dtype: of all parameters; the embedding's where left out.
+        own_embedding: read ``embed_tokens.weight`` from the checkpoint; of ``embedding`` only shape, type and device
+            are read then. For a drafter on the last of several pipeline stages, which has no table of the target.
 
     Raises:
-        ConfigError: the configuration does not fit the target, or the file's tensors do not fit the configuration.
+        ConfigError: the configuration does not fit the target, or the file's tensors do not fit the configuration;
+            ``own_embedding`` where the checkpoint has no table.
     """
     from safetensors.torch import load_file
 
@@ -264,6 +269,14 @@ def load_dspark(folder: Path, embedding: Tensor, head: Tensor, dtype: torch.dtyp
     with torch.device("meta"):
         model = DSpark(config)
     stored = load_file(folder / "model.safetensors", device=str(embedding.device))
+    table = stored.pop(SHARED[0], None) if own_embedding else embedding
+    if table is None or tuple(table.shape) != required:
+        found_table = "no such tensor" if table is None else f"{list(table.shape)}"
+        raise ConfigError(
+            f"the drafter needs an embedding of its own, {SHARED[0]} of {folder}: found {found_table}, required "
+            f"{list(required)}. Use a checkpoint that has it, or run with pp=1, where the drafter reads the target's "
+            "table"
+        )
     expected = {name: tuple(tensor.shape) for name, tensor in model.own_tensors().items()}
     found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if expected != found:
@@ -271,7 +284,7 @@ def load_dspark(folder: Path, embedding: Tensor, head: Tensor, dtype: torch.dtyp
         lines = "; ".join(f"{name}: found {found.get(name)}, required {expected.get(name)}" for name in wrong)
         raise ConfigError(f"tensors of {folder} do not fit its config.json: {lines}. Next: use a complete checkpoint")
     state = {name: tensor.to(dtype or embedding.dtype) for name, tensor in stored.items()}
-    for name, tensor in zip(SHARED, (embedding, head), strict=True):
+    for name, tensor in zip(SHARED, (table, head), strict=True):
         state[name] = tensor.detach().to(dtype or embedding.dtype)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()

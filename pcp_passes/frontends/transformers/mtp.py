@@ -7,7 +7,8 @@ target's own class between a projection of (token, hidden state) and a norm::
     x = eh_proj(cat(enorm(embed(token)), hnorm(hidden)))     embed is 0 at position 0
     out = shared_head.norm(layer(x))                         what the head reads, and what the next step is fed
 
-``hidden`` is the target's state after its final norm. Embedding and head are the target's. As vLLM has it.
+``hidden`` is the target's state after its final norm. Embedding and head are the target's. As vLLM has it. On the last
+of several pipeline stages there is no target's embedding: there the layer needs the copy that its checkpoint may hold.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ SHARED = "replicated_shared"
 
 
 def load_mtp(
-    model: Any, tensors: Mapping[str, torch.Tensor] | Path | str, *, ctx: PassContext, share_topk: bool = False
+    model: Any,
+    tensors: Mapping[str, torch.Tensor] | Path | str,
+    *,
+    ctx: PassContext,
+    share_topk: bool = False,
+    own_embedding: bool = False,
 ) -> Model:
     """Capture the MTP layer that belongs to ``model``.
 
@@ -41,6 +47,8 @@ def load_mtp(
         tensors: the layer's tensors by their names in the checkpoint, or the checkpoint's folder.
         ctx: axis and size of the bodies.
         share_topk: let the bodies return their top-k, and make one that takes it (layers with a sparse indexer).
+        own_embedding: read the layer's own ``embed_tokens.weight`` from the checkpoint instead of the target's table,
+            for a drafter on the last of several pipeline stages.
 
     Returns:
         bodies ``(ids i64[N], positions i64[N], hidden [N, H]) -> hidden [N, H]``. With ``share_topk`` they return a
@@ -51,7 +59,7 @@ def load_mtp(
 
     Raises:
         ConfigError: a checkpoint without an MTP layer, with more than one, or whose tensors are not the layer's;
-            ``share_topk`` without a sparse indexer.
+            ``share_topk`` without a sparse indexer; ``own_embedding`` where the checkpoint has no such table.
         Refusal: as :func:`~pcp_passes.frontends.transformers.load_target`.
     """
     config = model.config
@@ -60,8 +68,10 @@ def load_mtp(
         raise ConfigError(
             f"found num_nextn_predict_layers={count}; required 1: a drafter of several MTP modules is not supported"
         )
-    layer = MTPLayer(model)
-    load_layer(layer, tensors if isinstance(tensors, Mapping) else read_layer(tensors, config.num_hidden_layers))
+    layer = MTPLayer(model, own_embedding=own_embedding)
+    where = "the tensors given" if isinstance(tensors, Mapping) else str(tensors)
+    stored = tensors if isinstance(tensors, Mapping) else read_layer(tensors, config.num_hidden_layers)
+    load_layer(layer, stored, where)
     head = model.get_output_embeddings()
     layer.to(device=head.weight.device, dtype=head.weight.dtype).eval()
     topk = int(getattr(config, "index_topk", None) or 0)
@@ -92,7 +102,7 @@ def load_mtp(
 class MTPLayer(nn.Module):
     """The layer, built from the target's own classes; parameters are named as in the checkpoint, below the layer."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, own_embedding: bool = False) -> None:
         super().__init__()
         decoder: Any = model.get_decoder()
         count = model.config.num_hidden_layers
@@ -105,7 +115,8 @@ class MTPLayer(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.block = type(decoder.layers[-1])(self.config, count)
         self.shared_head = nn.ModuleDict({"norm": norm(size, eps=eps)})
-        self.embed_tokens = decoder.embed_tokens
+        self.own_embedding = own_embedding
+        self.embed_tokens = copy.deepcopy(decoder.embed_tokens) if own_embedding else decoder.embed_tokens
         self.rotary_emb = decoder.rotary_emb
         self.returns_topk = False
 
@@ -201,19 +212,32 @@ def read_layer(folder: Path | str, layer: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def load_layer(layer: MTPLayer, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_layer(layer: MTPLayer, tensors: Mapping[str, torch.Tensor], where: str = "this checkpoint") -> None:
     """Fill the layer; every tensor of it must be given, and every given one used.
 
     The checkpoint holds experts one by one; here they are stacked, gate above up, as the target's class has them. Its
-    own copies of the target's embedding and head, which some checkpoints carry, are left out.
+    own copies of the target's embedding and head, which some checkpoints carry, are left out; a layer with an embedding
+    of its own takes that one.
 
     Raises:
-        ConfigError: names that are missing or that nobody reads, or a shape that does not fit.
+        ConfigError: names that are missing or that nobody reads, a shape that does not fit, or no table for a layer
+            that has its own.
     """
     prefix = f"model.layers.{layer.index}."
     given = {name.removeprefix(prefix): held for name, held in tensors.items() if name.startswith(prefix)}
-    for shared in ("embed_tokens.weight", "shared_head.head.weight"):
-        given.pop(shared, None)
+    given.pop("shared_head.head.weight", None)
+    table = given.pop("embed_tokens.weight", None)
+    if layer.own_embedding:
+        own_table = layer.embed_tokens.weight
+        if table is None or table.shape != own_table.shape:
+            found = "no such tensor" if table is None else f"{list(table.shape)}"
+            raise ConfigError(
+                f"the drafter needs an embedding of its own, {prefix}embed_tokens.weight of {where}: found "
+                f"{found}, required {list(own_table.shape)}. Use a checkpoint that has it, or run with pp=1, where the "
+                "drafter reads the target's table"
+            )
+        with torch.no_grad():
+            own_table.copy_(table)
     missing: list[str] = []
     state = {name: held for name, held in layer.state_dict().items() if not name.startswith(("embed_tokens", "rotary"))}
     with torch.no_grad():
