@@ -26,8 +26,8 @@ from pcp_passes.demo.text import held_out_prompts
 from pcp_passes.engine.bodies import Model
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import RequestOutput
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.passes import PassContext
 from pcp_passes.speculative.mtp import MTP
 from pcp_passes.step import StepProgram

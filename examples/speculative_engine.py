@@ -8,7 +8,7 @@ from transformers.utils import logging
 from pcp_passes.demo.checkpoints import checkpoint
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.frontends.transformers.mtp import load_mtp
 from pcp_passes.frontends.transformers.target import load_target
 from pcp_passes.passes import PassContext

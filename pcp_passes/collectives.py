@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one collective of a body, ``pcp::all_gather_rows``, and the registry that gives its axis a process group.
+"""The collective of rows, ``pcp::all_gather_rows``, and the registry that gives each axis a process group.
 
 A graph names an *axis* (``"pcp"``), never a group or a rank, so its text is the same on every rank. Each process binds
 the axis once, before the first step::
@@ -8,7 +8,8 @@ the axis once, before the first step::
     bind_axis("pcp", lambda x: ...)          # any callable [M, ...] -> [P * M, ...]
 
 The op is opaque to the compiler and functional (the result never aliases the operand), so it runs in eager mode, under
-Inductor and with a dynamic first dimension.
+Inductor and with a dynamic first dimension. Those of experts, whose rows may differ in number between ranks, are in
+:mod:`pcp_passes.collectives_ragged`. Of every collective the last two arguments are the size of its axis and its name.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ class Collective:
     op: str
     axis: str
     shape: tuple[int, ...]
+    """Of this rank's operand; where ranks bring different numbers of rows, with those of all ranks."""
     dtype: torch.dtype
+    rows: int | None = field(default=None, compare=False)
+    """Rows of this rank where :attr:`shape` counts those of all."""
 
     @property
     def bytes(self) -> int:
-        """Bytes this rank contributes (the result holds ``pcp`` times as many)."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes this rank contributes (the result of a gather holds ``pcp`` times as many)."""
+        rows = self.shape[:1] if self.rows is None else (self.rows,)
+        return math.prod((*rows, *self.shape[1:])) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.op}({self.dtype}{list(self.shape)}, axis {self.axis!r})"
@@ -140,23 +145,43 @@ def all_gather_rows(x: torch.Tensor, pcp: int, axis: str) -> torch.Tensor:
 
 
 def _all_gather_rows(x: torch.Tensor, pcp: int, axis: str) -> torch.Tensor:
+    assert x.is_contiguous(), f"{ALL_GATHER_ROWS} needs a contiguous operand, found strides {x.stride()}"
+    group = group_of(axis, pcp)
+    record(Collective(ALL_GATHER_ROWS, axis, tuple(x.shape), x.dtype))
+    return gather_over(group, x, pcp, axis)
+
+
+def group_of(axis: str, ranks: int) -> Group:
+    """The group bound to an axis.
+
+    Raises:
+        ConfigError: there is none, or one of another size.
+    """
     group = _axes.get(axis)
     if group is None:
         raise ConfigError(
             f"collective on axis {axis!r}, but no group is bound to it (bound: {sorted(_axes) or 'none'}). "
             f"Call pcp_passes.collectives.bind_axis({axis!r}, group) before running the graph."
         )
-    assert x.is_contiguous(), f"{ALL_GATHER_ROWS} needs a contiguous operand, found strides {x.stride()}"
-    for log in _logs:
-        log.add(Collective(ALL_GATHER_ROWS, axis, tuple(x.shape), x.dtype))
-    if not isinstance(group, dist.ProcessGroup):
-        return _call(group, x, pcp, axis)
-    if group.size() != pcp:
+    if isinstance(group, dist.ProcessGroup) and group.size() != ranks:
         raise ConfigError(
-            f"the graph was rewritten for {pcp} ranks of axis {axis!r}, but its group has {group.size()}. "
+            f"the graph was rewritten for {ranks} ranks of axis {axis!r}, but its group has {group.size()}. "
             "Rewrite the graph for the group that runs it."
         )
-    out = gathered_like(x, pcp)
+    return group
+
+
+def record(entry: Collective) -> None:
+    """Note a collective, as it is about to be issued, in every log that records."""
+    for log in _logs:
+        log.add(entry)
+
+
+def gather_over(group: Group, x: torch.Tensor, ranks: int, axis: str) -> torch.Tensor:
+    """Contiguous ``[M, ...]`` of every rank, rank after rank; not recorded."""
+    if not isinstance(group, dist.ProcessGroup):
+        return _call(group, x, ranks, axis)
+    out = gathered_like(x, ranks)
     _gather_into(_as_bytes(out), _as_bytes(x), group=group)
     return out
 
@@ -191,9 +216,21 @@ all_gather_rows_op: Any = define(
 )
 
 
-_TARGETS = (all_gather_rows_op, all_gather_rows_op.overloadpacket)
+_GATHERS: set[Any] = {all_gather_rows_op, all_gather_rows_op.overloadpacket}
+_REDUCTIONS: set[Any] = set()
+
+
+def register_collective(op: Any, *, gathers: bool) -> Any:
+    """Make an op known to :func:`is_collective`; its last two arguments are ``(ranks, axis)``."""
+    (_GATHERS if gathers else _REDUCTIONS).update((op, op.overloadpacket))
+    return op
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node is a lowered collective of ours."""
-    return node.op == "call_function" and node.target in _TARGETS
+    return node.op == "call_function" and (node.target in _GATHERS or node.target in _REDUCTIONS)
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether the node is a collective that gives the rows of all ranks, rank after rank."""
+    return node.op == "call_function" and node.target in _GATHERS

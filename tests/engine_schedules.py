@@ -24,8 +24,8 @@ from pcp_passes.engine.bodies import Model
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import RequestOutput
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.paged import PagedCaches
 from pcp_passes.passes import PassContext
 from pcp_passes.speculative.mtp import MTP
@@ -261,10 +261,11 @@ def run_schedule(
     pcp: int,
     program_of: ProgramOf = glm_program,
     executor: Callable[[StepProgram, EngineOptions], Executor] = Watched,
+    depth: int | None = None,
 ) -> Trace:
-    """Run a schedule with ``pcp`` ranks: in the simulator, or on what ``executor`` makes."""
+    """Run a schedule with ``pcp`` ranks: in the simulator, or on what ``executor`` makes; ``depth`` steps in flight."""
     made = executor(program_of(pcp, schedule.steps), replace(schedule.options, pcp=pcp))
-    engine = Engine(made)
+    engine = Engine(made, depth=depth)
     outputs = drive(engine, schedule)
     engine.close()
     caches = [cache_rows(rank.memory.caches) for rank in made.ranks]

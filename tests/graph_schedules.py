@@ -22,7 +22,7 @@ from torch import nn
 from pcp_passes.engine.bodies import Model, make_bodies, prepare
 from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import EngineOptions
-from pcp_passes.engine.ranks import SimulatedExecutor
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import PcpError
 from pcp_passes.paged import kv_write, mla_attend
 from pcp_passes.passes import PassContext

@@ -32,7 +32,7 @@ from pcp_passes.speculative.mtp import MTP
 from pcp_passes.speculative.plain import NoDrafter
 from pcp_passes.step import RankState, StepInputs, StepOutputs, StepPlanInputs, StepProgram, plan_inputs
 from pcp_passes.step.builder import StepBuilder
-from pcp_passes.step.checks import OF_STEPS, ON_STEPS
+from pcp_passes.step.invariants import OF_STEPS, ON_STEPS
 
 HIDDEN, HEADS, DIM, VOCAB, TOPK = 16, 2, 8, 11, 3
 BLOCK, COLUMNS = 4, 12

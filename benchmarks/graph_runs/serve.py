@@ -16,8 +16,8 @@ from graph_runs.models import Size
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import RequestOutput
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.piecewise.replayer import Captured, Function, GraphKey, Replayer, Tensors
 from pcp_passes.step.program import StepProgram
 

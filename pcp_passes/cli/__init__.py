@@ -13,11 +13,13 @@ import typer
 from rich.console import Console
 
 from pcp_passes.cli.kernels import kernels_app
+from pcp_passes.cli.mesh import mesh
 from pcp_passes.errors import ConfigError, PcpError, Refusal
 from pcp_passes.options import unknown_choice
 
 app = typer.Typer(help="Prefill context parallelism by graph passes.", no_args_is_help=True, add_completion=False)
 app.add_typer(kernels_app, name="kernels")
+app.command()(mesh)
 console = Console()
 
 Pcp = Annotated[int, typer.Option("--pcp", min=1, help="Ranks of the prefill-context-parallel group.")]
@@ -91,8 +93,11 @@ def inspect(
     steps: Annotated[int, typer.Option(min=1, help="With --drafter: drafts per step.")] = 3,
     graph: Annotated[bool, typer.Option(help="Print the rewritten graph too.")] = False,
     cudagraph: Annotated[bool, typer.Option("--cudagraph", help="CUDA graphs: pieces, cuts, buckets.")] = False,
-    budget: Annotated[int, typer.Option(min=1, help="With --cudagraph: tokens of a step.")] = 8192,
-    max_requests: Annotated[int, typer.Option(min=1, help="With --cudagraph: requests at a time.")] = 256,
+    budget: Annotated[int | None, typer.Option(min=1, help="With --cudagraph: tokens of a step, or 8192.")] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="With --cudagraph: requests, or 256.")] = None,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages: what they send to each other.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas.")] = 1,
+    expert_parallel: Annotated[bool, typer.Option("--expert-parallel", help="Experts over DP x PCP.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what sharding MODEL means: work, collectives, memory, fallbacks. Needs its config.json, no weights.
@@ -102,17 +107,30 @@ def inspect(
     With --cudagraph, show the pieces that CUDA graphs would hold and why they are cut; static inputs; buckets.
     --tokens, --layout, --outputs and --graph do not matter then.
 
+    With --pp, --dp or --expert-parallel, show the stages, what they send to each other, and collectives by group; the
+    same options do not matter.
+
     Exits with 1 when the model is refused.
     """
     from pcp_passes.cli.inspect import inspect_configuration, inspect_in_vllm, render_model, render_vllm
     from pcp_passes.cli.inspect_graphs import inspect_graphs, render_graphs
+    from pcp_passes.cli.inspect_stages import inspect_stages, render_stages
     from pcp_passes.cli.inspect_step import inspect_step, render_step
 
+    for option, given in (("--budget", budget), ("--max-requests", max_requests)):
+        if given is not None and not cudagraph:
+            raise ConfigError(f"{option} {given} sizes what CUDA graphs hold; add --cudagraph, or leave it out.")
     try:
-        if cudagraph:
+        if pp > 1 or dp > 1 or expert_parallel:
+            staged = inspect_stages(
+                model, pcp=pcp, pp=pp, dp=dp, expert_parallel=expert_parallel, drafter=drafter, steps=steps,
+                dtype=dtype, full=full, vllm=vllm, cudagraph=cudagraph,
+            )  # fmt: skip
+            data, shown, text = staged.to_json(), render_stages(staged), ""
+        elif cudagraph:
             graphs = inspect_graphs(
-                model, drafter=drafter, steps=steps, pcp=pcp, dtype=dtype, budget=budget, max_requests=max_requests,
-                full=full, vllm=vllm,
+                model, drafter=drafter, steps=steps, pcp=pcp, dtype=dtype, budget=budget or 8192,
+                max_requests=max_requests or 256, full=full, vllm=vllm,
             )  # fmt: skip
             data, shown, text = graphs.to_json(), render_graphs(graphs), ""
         elif drafter != "none":
@@ -160,18 +178,28 @@ def generate(
             "a checker stands in for CUDA graphs."
         ),
     ] = "none",
+    pp: Annotated[int, typer.Option(min=1, help="With the embedded engine: pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="With the embedded engine: replicas, each given the prompt.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="With the embedded engine: shard experts over dp and pcp.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Generate with PCP=1 and PCP=P side by side. Exits with 1 when tokens (or accepted drafts) differ."""
     text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
     if engine == "embedded":
-        _generate_embedded(model, text, pcp, max_tokens, decode, drafter, steps, dtype, graph_mode, as_json)
+        _generate_embedded(
+            model, text, as_json, pcp=pcp, max_tokens=max_tokens, decode=decode, drafter=drafter, steps=steps,
+            dtype=dtype, graph_mode=graph_mode, pp=pp, dp=dp, expert_parallel=expert_parallel,
+        )  # fmt: skip
     if engine != "vllm":
         raise ConfigError(unknown_choice("engine", engine, ("vllm", "embedded")))
     if drafter != "none":
         raise ConfigError(f"--drafter {drafter} is for --engine embedded; in vLLM, set its speculative_config.")
     if graph_mode != "none":
         raise ConfigError(f"--graph-mode {graph_mode} is for --engine embedded; in vLLM, set its compilation_config.")
+    if pp > 1 or dp > 1 or expert_parallel:
+        raise ConfigError("--pp, --dp and --expert-parallel are for --engine embedded; vLLM has options of its own.")
     from pcp_passes.cli.generate import compare, render_comparison
 
     with console.status("starting") as status:
@@ -192,17 +220,11 @@ def generate(
     raise typer.Exit(0 if result.tokens_equal else 1)
 
 
-def _generate_embedded(
-    model: str, text: str, pcp: int, max_tokens: int, decode: str, drafter: str, steps: int, dtype: str,
-    graph_mode: str, as_json: bool,
-) -> NoReturn:  # fmt: skip
+def _generate_embedded(model: str, text: str, as_json: bool, **given: Any) -> NoReturn:
     from pcp_passes.cli.generate_embedded import compare_embedded, render_embedded
 
     with Console(stderr=True).status("starting") as status:
-        result = compare_embedded(
-            model, text, pcp=pcp, drafter=drafter, steps=steps, max_tokens=max_tokens, decode=decode, dtype=dtype,
-            graph_mode=graph_mode, progress=status.update,
-        )  # fmt: skip
+        result = compare_embedded(model, text, progress=status.update, **given)
     if as_json:
         _emit(result.to_json())
     else:

@@ -29,7 +29,8 @@ from pcp_passes.engine.bodies import Model
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import GroupExecutor, SimulatedExecutor
+from pcp_passes.engine.ranks import GroupExecutor
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.frontends.transformers.mtp import load_mtp
 from pcp_passes.frontends.transformers.target import load_target
 from pcp_passes.passes import PassContext

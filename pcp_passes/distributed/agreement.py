@@ -21,6 +21,8 @@ from pcp_passes.errors import PeerLost, RankMismatch
 logger = logging.getLogger(__name__)
 
 ABSENT = "<absent>"
+SCOPE = " | "
+"""A fact called ``"stage 1 | weights"`` is compared among the ranks that post facts of ``stage 1``, not with others."""
 _POLL_S = 0.02
 _LINGER_S = 5.0
 """How long rank 0, which hosts the store, waits for the others to have read: it, and the store, may end right after."""
@@ -44,7 +46,7 @@ def require_agreement(
 
     ``facts`` are short strings (an options digest, versions, a graph's fingerprint). ``texts`` may be long (a printed
     graph): their digests are compared, and only when these differ are the texts exchanged to show the first differing
-    line.
+    line. A key with a scope (:data:`SCOPE`) is compared among the ranks that have facts of that scope.
 
     A topic may be posted again, e.g. when a graph is compiled a second time: each rank's n-th post is compared with the
     n-th posts of the others. The count is kept per rank and topic in the store, so every rank must post a topic equally
@@ -130,14 +132,21 @@ def _linger(store: Store, prefix: str, rank: int, readers: int) -> None:
 def _differing(posted: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
     """Key → value → ranks, for the keys whose values are not all equal."""
     keys = sorted(set().union(*posted.values()))
+    scopes = {who: {_scope(key) for key in facts} for who, facts in posted.items()}
     by_key: dict[str, dict[str, list[int]]] = {}
     for key in keys:
         holders: dict[str, list[int]] = {}
         for who in sorted(posted):
+            if (scope := _scope(key)) and scope not in scopes[who]:
+                continue
             holders.setdefault(posted[who].get(key, ABSENT), []).append(who)
         if len(holders) > 1:
             by_key[key] = holders
     return by_key
+
+
+def _scope(key: str) -> str:
+    return key.removeprefix(_digest_key("")).partition(SCOPE)[0] if SCOPE in key else ""
 
 
 def _exchange_texts(

@@ -18,15 +18,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pcp_passes.distributed.procstate import ProcessIdentity, this_process
+from pcp_passes.distributed.watch.procstate import ProcessIdentity, this_process
 from pcp_passes.errors import PeerLost, RankMismatch
 
 if TYPE_CHECKING:  # torch.distributed re-exports them only where it was built in, which mypy does not follow
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 else:
-    from torch.distributed import Store, TCPStore
+    from torch.distributed import PrefixStore, Store, TCPStore
 
-__all__ = ["Store", "TCPStore", "bounded", "first_line", "identity_of", "new_connection", "open_store"]
+__all__ = ["PrefixStore", "Store", "TCPStore", "bounded", "first_line", "identity_of", "new_connection", "open_store"]
 
 T = TypeVar("T")
 

@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 from pcp_passes.errors import ConfigError, Refusal
 from pcp_passes.frontends.torch.fresh import FreshSpace, fresh_space
 from pcp_passes.ir import meta
-from pcp_passes.ir.copies import copy_graph_module
+from pcp_passes.ir.copies import copy_graph, copy_graph_module, module_like
 from pcp_passes.paged.records import Store
 from pcp_passes.passes import PassContext, Pipeline, build_variants
+from pcp_passes.passes.bodies.dispatch_experts import MADE, DispatchExperts, has_experts
 from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.pack_records import PackRecords
@@ -62,11 +63,20 @@ class Model:
     """The graph that the bodies were made of, under ``""``, and others by the name of their one body."""
     store: Store = "native"
     """What the bodies write of a token into the caches of an MLA layer, and gather."""
+    dp: int = 0
+    """Replicas whose ranks share the experts with those of the PCP axis; 0 where each rank has all experts."""
 
-    def over(self, ctx: PassContext, store: Store | None = None) -> Model:
-        """The same model with bodies for another number of ranks, or other records; a fraction of a capture."""
-        store = self.store if store is None else store
-        return replace(self, bodies=make_bodies(self.captured, ctx, store), store=store)
+    def over(self, ctx: PassContext, store: Store | None = None, dp: int | None = None) -> Model:
+        """The same model with bodies for another number of ranks, other records, or dispatched experts; a fraction of
+        a capture."""
+        store, dp = self.store if store is None else store, self.dp if dp is None else dp
+        bodies = make_bodies(self.captured, ctx, store, dp=dp, name=self.name)
+        return replace(self, bodies=bodies, store=store, dp=dp)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the capture has experts, which a mesh can share."""
+        return has_experts(self.captured.values())
 
 
 def capture(
@@ -93,16 +103,40 @@ def capture(
 
 
 def make_bodies(
-    captured: Mapping[str, fx.GraphModule], ctx: PassContext, store: Store = "native"
+    captured: Mapping[str, fx.GraphModule],
+    ctx: PassContext,
+    store: Store = "native",
+    *,
+    dp: int = 0,
+    name: str = "target",
 ) -> dict[str, fx.GraphModule]:
-    """Both bodies of the graph named ``""``, and the replicated body, under its own name, of any other."""
+    """Both bodies of the graph named ``""``, and the replicated body, under its own name, of any other.
+
+    Args:
+        captured: by name.
+        ctx: axis and size.
+        store: what a record of an MLA layer holds.
+        dp: replicas that share experts, with ``ctx.pcp`` ranks each; 0 leaves all experts on each rank.
+        name: of the model, in front of the names of its experts.
+    """
     bodies: dict[str, fx.GraphModule] = {}
-    for name, graph in captured.items():
+    for body_name, graph in captured.items():
         packed = copy_graph_module(graph)
         Pipeline((PackRecords(store), LowerIndexPrologue())).run(packed, ctx)
         made = build_variants(packed, ctx)
-        bodies.update({name: made["replicated"]} if name else {str(one): body for one, body in made.items()})
+        if dp:
+            made = {
+                variant: _dispatching(body, replace(ctx, variant=variant), dp, name) for variant, body in made.items()
+            }
+        bodies.update({body_name: made["replicated"]} if body_name else {str(one): body for one, body in made.items()})
     return bodies
+
+
+def _dispatching(body: fx.GraphModule, ctx: PassContext, dp: int, name: str) -> fx.GraphModule:
+    """The body with its experts dispatched; in a module of its own, which no longer holds their weights."""
+    graph = copy_graph(body)
+    Pipeline((DispatchExperts(dp, model=name),), given=MADE).run_graph(graph, ctx)
+    return module_like(body, graph)
 
 
 def prepare(module: nn.Module, example_inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

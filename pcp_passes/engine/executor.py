@@ -19,11 +19,13 @@ import torch
 from pcp_passes.collectives import CollectiveLog
 from pcp_passes.engine.dummies import without_writes
 from pcp_passes.engine.graphs import STALE, WITHOUT, Choice, GraphPlanner, make_buckets
+from pcp_passes.engine.lockstep import Agreement, Proposal, replicated_plan
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.request import ScheduledBatch
+from pcp_passes.engine.stage_rounds import StageRounds
 from pcp_passes.engine.state import DeviceState
 from pcp_passes.engine.stats import StepRecord
-from pcp_passes.errors import ConfigError, RankMismatch
+from pcp_passes.errors import ConfigError, PcpError, RankMismatch
 from pcp_passes.host_reads import allowed
 from pcp_passes.layout import Layout, build_layout
 from pcp_passes.paged import PagedCaches
@@ -45,6 +47,9 @@ class Rank:
     memory: RankState
     plan: PlanBuffers | None
     """Where a sharded step's plan is loaded; None where there is one rank."""
+    stage: int = 0
+    rounds: StageRounds | None = None
+    """Where results come from on a stage before the last; None on the last."""
 
     @property
     def runner(self) -> BodyRunner | None:
@@ -60,6 +65,35 @@ class _Loaded:
     layout: Layout
     choice: Choice
     plans: list[StepPlanInputs] = field(default_factory=list)
+    agreed: Agreement | None = None
+    """What the replicas agreed on for this step; None before :meth:`Executor.join`, and without lockstep."""
+    ran: bool = False
+    """State was advanced for it: to run it again must leave no trace."""
+
+    @property
+    def proposal(self) -> Proposal:
+        """What the other replicas are told of it."""
+        layout = self.layout
+        rows = layout.num_tokens if layout.is_replicated or layout.pcp == 1 else layout.padded_tokens
+        return Proposal(rows, len(self.batch.entries), layout.pcp > 1 and not layout.is_replicated, True)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenStep:
+    """A step that is about to run. ``real``: its rows are written and its state advances; a dummy leaves no trace."""
+
+    loaded: _Loaded
+    real: bool
+
+    @property
+    def batch(self) -> ScheduledBatch:
+        """What was scheduled."""
+        return self.loaded.batch
+
+    @property
+    def plans(self) -> Sequence[StepPlanInputs]:
+        """One per rank here, in their order; empty for the plain program."""
+        return self.loaded.plans
 
 
 class Executor(ABC):
@@ -68,9 +102,17 @@ class Executor(ABC):
     Args:
         options: of the engine.
         steps: drafts per step.
-        ranks: which ranks are here.
+        ranks: which pcp ranks are here, of each of ``stages``.
+        stages: which pipeline stages are here; all by default.
+        replica: place on the dp axis.
         cache_dtype: of the KV caches.
+
+    Raises:
+        ConfigError: a replica that dp does not have.
     """
+
+    needs_fleet = False
+    """Replicas that share experts meet in this process, not over a group: only a fleet can step them."""
 
     def __init__(
         self,
@@ -78,11 +120,19 @@ class Executor(ABC):
         steps: int,
         ranks: Sequence[int],
         *,
+        stages: Sequence[int] | None = None,
+        replica: int = 0,
         cache_dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.options, self.steps, self.device = options, steps, torch.device(device)
+        if isinstance(replica, bool) or not isinstance(replica, int) or not 0 <= replica < options.dp:
+            raise ConfigError(f"replica must be 0 to {options.dp - 1}, a place of dp={options.dp}; found {replica!r}.")
+        self.replica = replica
+        self.engines = 0
+        """Engines that were made on it; the last one alone may step it."""
         self.ranks: list[Rank] = []
+        """Stage by stage, in pcp order."""
         self.vocab_size: int | None = None
         """Tokens that a prompt is made of; None without a model that has so many."""
         self.planner: GraphPlanner | None = None
@@ -91,11 +141,14 @@ class Executor(ABC):
         self.compiler: PieceCompiler | None = None
         """Of the pieces of all bodies; None without graphs."""
         self._warm = False
-        for index in ranks:
-            memory = RankState(PagedCaches(options.num_blocks, options.block_size, cache_dtype, device, options.sparse))
-            # Zigzag gives a request two attention rows, so the buffer never has to move.
-            memory.table_buffer(2 * options.max_requests, options.blocks_per_request(steps))
-            self.ranks.append(Rank(index, DeviceState(options, steps, device), memory, self._plan_buffers(index)))
+        for stage in range(options.pp) if stages is None else stages:
+            for index in ranks:
+                caches = PagedCaches(options.num_blocks, options.block_size, cache_dtype, device, options.sparse)
+                memory = RankState(caches)
+                # Zigzag gives a request two attention rows, so the buffer never has to move.
+                memory.table_buffer(2 * options.max_requests, options.blocks_per_request(steps))
+                state, plan = DeviceState(options, steps, device), self._plan_buffers(index)
+                self.ranks.append(Rank(index, state, memory, plan, stage))
         self._loaded: _Loaded | None = None
 
     def _plan_buffers(self, rank: int) -> PlanBuffers | None:
@@ -108,6 +161,15 @@ class Executor(ABC):
             options.pcp, rank, max_tokens=rows, max_rows=2 * options.max_requests, max_sampled=sampled,
             device=self.device,
         )  # fmt: skip
+
+    def take_over(self) -> int:
+        """A new engine begins, with no request: what is in flight of the one before is dropped. Its number."""
+        for rank in self.ranks:
+            if rank.rounds is not None:
+                rank.rounds.drain()
+        self._loaded = None
+        self.engines += 1
+        return self.engines
 
     def admit(self, row: int, tokens: Sequence[int], computed: int, params: SamplingParams) -> None:
         """See :meth:`DeviceState.admit`; on every rank here."""
@@ -159,29 +221,95 @@ class Executor(ABC):
         self._loaded = loaded
         return layout
 
-    def execute(self, batch: ScheduledBatch) -> tuple[StepOutputs, StepRecord]:
-        """Run a step and advance the state of every rank here; the outputs are those of the first.
+    def propose(self, batch: ScheduledBatch) -> Proposal:
+        """:meth:`load`, and what the other replicas are told of the batch. For a lockstep step, before :meth:`join`."""
+        self.load(batch)
+        assert self._loaded is not None
+        return self._loaded.proposal
+
+    def join(self, batch: ScheduledBatch, agreed: Agreement) -> None:
+        """Tie what all replicas agreed on to the loaded ``batch``: which program runs, and how many rows each brings.
 
         Raises:
-            RankMismatch: ranks of this process sampled different tokens.
+            PcpError: another batch is loaded: what it agreed on would be another step's.
         """
         loaded = self._loaded
         if loaded is None or loaded.batch is not batch:
+            raise PcpError(f"step {batch.step} joins the other replicas, and another batch is loaded; load it first.")
+        if agreed.sharded and loaded.layout.is_replicated:
+            plan = replicated_plan(batch, self.options.pcp, self.device)
+            loaded.plans = [plan] * len(self.ranks)
+        loaded.agreed = agreed
+        for rank in self.ranks:
+            rank.memory.caches.peers = agreed.peers(self.replica)
+
+    def execute(self, batch: ScheduledBatch) -> tuple[StepOutputs | None, StepRecord]:
+        """Run a step and advance the state of every rank here.
+
+        Returns:
+            the outputs of the first rank of the last stage, None where no rank is of it (:meth:`settle`); and a record.
+
+        Raises:
+            RankMismatch: ranks of this process sampled different tokens.
+            PcpError: replicas step together, and did not agree on this batch.
+        """
+        step = self._open(batch)
+        with if_wanted():
+            outputs, log = self._run_step(step)
+        return outputs, self._record(step.loaded, log)
+
+    def settle(self, batch: ScheduledBatch) -> torch.Tensor | None:
+        """Take the round of a step in, on the ranks here that wait for it; once per real step, in their order.
+
+        Returns:
+            sampled tokens i64[R, K+1] on the CPU, -1 padded; None where every rank is of the last stage.
+
+        Raises:
+            RankMismatch: stages of this process were told different tokens.
+        """
+        told = [rank.rounds.sampled_of(batch.step) for rank in self.ranks if rank.rounds is not None]
+        if any(not torch.equal(told[0], other) for other in told[1:]):
+            raise RankMismatch(f"step {batch.step}: its round state differs between ranks that did not sample it.")
+        return told[0] if told else None
+
+    def _open(self, batch: ScheduledBatch) -> OpenStep:
+        """The loaded step of ``batch``, or the global path for a batch that is not the loaded one."""
+        loaded = self._loaded
+        if loaded is None or loaded.batch is not batch:
             loaded = _Loaded(batch, build_layout(batch.layout_batch, 1), STALE)
-        real = loaded is self._loaded and not batch.dummy
+        real = loaded is self._loaded and not batch.dummy and not loaded.ran
+        if self.options.lockstep and loaded.agreed is None:
+            raise PcpError(
+                f"step {batch.step}: dp={self.options.dp} replicas that share experts run a step together, and did not "
+                "agree on this one. Step them through a Fleet, or an engine with an exchange."
+            )
         for rank in self.ranks:
             if rank.runner is not None:
                 rank.runner.begin(loaded.choice.dispatch, counts=real)
-        with if_wanted():
-            inputs = [rank.state.prepare(batch) for rank in self.ranks]
-            if not real:
-                inputs = [without_writes(held, self.options.block_size) for held in inputs]
-            outputs, log = self._run(inputs, loaded.plans)
-            if real:
-                self._require_equal(batch, outputs)
-                for rank, mine in zip(self.ranks, outputs, strict=True):
-                    rank.state.apply(batch, mine)
-        return outputs[0], self._record(loaded, log)
+        loaded.ran = loaded.ran or real
+        return OpenStep(loaded, real)
+
+    def _run_step(self, step: OpenStep) -> tuple[StepOutputs | None, CollectiveLog]:
+        """Prepare, run and finish on all ranks here, which are of one stage: the only one."""
+        outputs, log = self._run([self._prepare(rank, step) for rank in self.ranks], step.plans)
+        self._apply(self.ranks, step, outputs)
+        return outputs[0], log
+
+    def _prepare(self, rank: Rank, step: OpenStep) -> StepInputs:
+        """A rank's inputs; those of a step that leaves no trace write nothing and depend on no state."""
+        if step.real and rank.rounds is not None:
+            rank.rounds.catch_up(step.batch)
+        if step.real:
+            return rank.state.prepare(step.batch)
+        return without_writes(rank.state.prepare(step.batch, real=False), self.options.block_size)
+
+    def _apply(self, ranks: Sequence[Rank], step: OpenStep, outputs: Sequence[StepOutputs]) -> None:
+        """On ranks of the last stage, after a real step."""
+        if not step.real:
+            return
+        self._require_equal(ranks, step.batch, outputs)
+        for rank, mine in zip(ranks, outputs, strict=True):
+            rank.state.apply(step.batch, mine)
 
     def choice_of(self, batch: ScheduledBatch) -> Choice:
         """How :meth:`execute` would run ``batch`` now."""
@@ -218,7 +346,8 @@ class Executor(ABC):
     def _record(self, loaded: _Loaded, log: CollectiveLog) -> StepRecord:
         batch, layout, choice = loaded.batch, loaded.layout, loaded.choice
         pcp, tokens = self.options.pcp, batch.num_tokens
-        rows = tuple(layout.per_rank_tokens.tolist()) if loaded.plans else (tokens,) * pcp
+        dealt = loaded.plans and not layout.is_replicated
+        rows = tuple(layout.per_rank_tokens.tolist()) if dealt else (tokens,) * pcp
         padded = choice.dispatch.rows or max(rows)
         mode, reason, runner = choice.dispatch.mode.value, choice.reason, self.ranks[0].runner
         if runner is not None and runner.dropped:
@@ -231,15 +360,15 @@ class Executor(ABC):
         )  # fmt: skip
 
     @allowed("ranks of one process share a host that compares them; a rank of its own reads nothing")
-    def _require_equal(self, batch: ScheduledBatch, outputs: Sequence[StepOutputs]) -> None:
+    def _require_equal(self, ranks: Sequence[Rank], batch: ScheduledBatch, outputs: Sequence[StepOutputs]) -> None:
         """The scheduler is one for all ranks, so it cannot go on when they accepted different tokens."""
-        for rank, mine in zip(self.ranks[1:], outputs[1:], strict=True):
+        for rank, mine in zip(ranks[1:], outputs[1:], strict=True):
             if torch.equal(mine.sampled, outputs[0].sampled) and torch.equal(mine.drafts, outputs[0].drafts):
                 continue
             differs = (mine.sampled != outputs[0].sampled).any(1) | (mine.drafts != outputs[0].drafts).any(1)
             names = [entry.request.id for entry, other in zip(batch.entries, differs.tolist(), strict=True) if other]
             raise RankMismatch(
-                f"step {batch.step}: pcp ranks {self.ranks[0].index} and {rank.index} sampled different tokens for "
+                f"step {batch.step}: pcp ranks {ranks[0].index} and {rank.index} sampled different tokens for "
                 f"{', '.join(names)}. Either a near tie fell differently, or a rank read other cache rows.\n"
                 "  next  use verify_tokens='broadcast'; when acceptance then falls, compare with pcp=1 in float64"
             )

@@ -12,6 +12,8 @@ import torch
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.layout.build import DECODES
+from pcp_passes.mesh.axes import Mesh
+from pcp_passes.mesh.combinations import require_allowed
 from pcp_passes.options import unknown_choice
 from pcp_passes.paged import SparseOptions
 from pcp_passes.piecewise.buckets import Buckets
@@ -27,6 +29,9 @@ GRAPH_COMPILES = ("eager", "inductor")
 GRAPH_COLLECTIVES = ("outside", "inside")
 GRAPH_FIELDS = ("graph_compile", "graph_rows", "graph_requests", "graph_collectives", "graph_bytes")
 DEFAULT_GRAPH_BYTES = 8 << 30
+
+_COUNTS = ("pcp", "dp", "pp", "tp", "block_size", "num_blocks", "max_len", "max_requests", "budget", "graph_bytes")
+_FLAGS = ("prefix_cache", "fast_prefill", "check_ranks", "fold_on_tp", "expert_parallel")
 
 #: The published scenario drafts 5 tokens; beyond 8 the replicated draft steps cost more than they save.
 MAX_STEPS = 8
@@ -90,6 +95,12 @@ class EngineOptions:
         fast_prefill: must be false.
         check_ranks: before each step, ranks of a real group compare what they know of the batch, tokens included: one
             collective of 8 bytes. Ranks that came to different tokens then stop by name instead of going on apart.
+        dp: replicas of the engine. Independent ones, unless they share experts.
+        pp: pipeline stages of a replica, each with the layers of its own; so many steps are in flight.
+        tp: tensor-parallel ranks; only with ``fold_on_tp``.
+        fold_on_tp: the pcp ranks *are* the tensor-parallel ranks: pcp equals tp, and no device is added.
+        expert_parallel: each rank of a stage, over dp and pcp, holds its share of the experts. With several replicas
+            all then step together (:mod:`pcp_passes.engine.lockstep`).
         silence_s: seconds without a heartbeat after which a rank counts as lost, 4 to 25.
     """
 
@@ -115,13 +126,21 @@ class EngineOptions:
     graph_bytes: int = DEFAULT_GRAPH_BYTES
     fast_prefill: bool = False
     check_ranks: bool = True
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    fold_on_tp: bool = False
+    expert_parallel: bool = False
     silence_s: float = 12.0
 
     def __post_init__(self) -> None:
-        for name in ("pcp", "block_size", "num_blocks", "max_len", "max_requests", "budget", "graph_bytes"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, found {value!r}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, found {getattr(self, name)!r}.")
         for name, unit in (("long_prefill_threshold", "tokens"), ("workspace_bytes", "bytes")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -138,13 +157,19 @@ class EngineOptions:
         if self.decode not in DECODES:
             raise ConfigError(unknown_choice("decode", self.decode, DECODES))
         self._check_graphs()
+        require_allowed(
+            self.mesh, frontend="embedded", expert_parallel=self.expert_parallel, graph_mode=self.graph_mode
+        )
         if self.fast_prefill:
             raise ConfigError(
                 "fast_prefill=True skips the cache rows of layers that reuse another's keys, which the gathered cache "
                 "writes of the pcp ranks do not know; set fast_prefill=False."
             )
-        if not 4 <= self.silence_s <= 25:
-            raise ConfigError(f"silence_s must be 4 to 25 seconds (a loss is told within 30), found {self.silence_s}.")
+        number = isinstance(self.silence_s, (int, float)) and not isinstance(self.silence_s, bool)
+        if not number or not 4 <= self.silence_s <= 25:
+            raise ConfigError(
+                f"silence_s must be 4 to 25 seconds (a loss is told within 30), found {self.silence_s!r}."
+            )
 
     def _check_graphs(self) -> None:
         if self.graph_mode == "full":
@@ -173,6 +198,16 @@ class EngineOptions:
             )
 
     @property
+    def mesh(self) -> Mesh:
+        """All ranks of the deployment."""
+        return Mesh(dp=self.dp, pp=self.pp, pcp=self.pcp, tp=self.tp, fold_on_tp=self.fold_on_tp)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas meet in every step."""
+        return self.expert_parallel and self.dp > 1
+
+    @property
     def sparse(self) -> SparseOptions:
         """What the paged ops are told."""
         return SparseOptions(self.sparse_attention, self.workspace_bytes)
@@ -181,7 +216,8 @@ class EngineOptions:
         """Blocks that the longest request may hold with ``steps`` drafts.
 
         The host's cursor runs at most ``2 * steps`` tokens past the last token that is kept: the drafts of the step in
-        flight and those of the step being scheduled. The drafter's later steps write ``steps`` positions more.
+        flight and those of the step being scheduled, whatever ``pp`` is (``scheduler.MOST_PENDING``). The drafter's
+        later steps write ``steps`` positions more.
         """
         return -(-(self.max_len + 3 * steps) // self.block_size)
 

@@ -69,6 +69,8 @@ class Request:
 class RequestOutput:
     """A finished request.
 
+    ``logprobs`` are those of the last pipeline stage; empty from an engine that holds no rank of it.
+
     ``drafted`` and ``accepted`` count per verification step; ``cached_tokens`` came from the prefix cache.
     """
 

@@ -5,9 +5,11 @@ First come, first served: running requests in order of admission, then waiting o
 When blocks run out, the youngest running request is preempted: it gives up its blocks and is prefilled again later,
 what it generated included.
 
-Scheduling is asynchronous: step ``t + 1`` is scheduled before the results of step ``t`` are known. The host's cursor
-assumes that every draft in flight is accepted, so it is an upper bound; :meth:`Scheduler.collect` takes back what was
-rejected, one step late. Nothing here decides a position: those come from the device (``state.py``).
+Scheduling is asynchronous: step ``t + 1`` is scheduled before the results of step ``t`` are known; with S pipeline
+stages, before those of the S steps before it. The host's cursor assumes that every draft in flight is accepted, so it
+is an upper bound; :meth:`Scheduler.collect` takes back what was rejected, S steps late. However many steps are in
+flight, a request is in at most :data:`MOST_PENDING` that sample for it, so the bound does not grow with S. Nothing here
+decides a position: those come from the device (``state.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from pcp_passes.engine.blocks import BlockPool, Key, block_keys
 from pcp_passes.engine.options import EngineOptions
 from pcp_passes.engine.request import Entry, FinishReason, Request, ScheduledBatch
 from pcp_passes.errors import ConfigError
+
+MOST_PENDING = 2
+"""Steps in flight that sample for one request, the one being scheduled included."""
 
 
 class Scheduler:
@@ -89,6 +94,8 @@ class Scheduler:
         """Tokens and drafts among them that ``request`` may run now; ``(0, 0)`` when it has to wait for results."""
         if request.is_prefilling:
             return self._chunk(request.prefill_len - request.cursor, budget), 0
+        if request.pending >= MOST_PENDING:
+            return 0, 0
         # Each step in flight gives at least one token. Rejections may leave more to do, so this never stops too early.
         left = request.params.max_tokens - len(request.output) - request.pending
         if left <= 0:
@@ -112,6 +119,8 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> int:
         """Move the first waiting request to the running ones; its first chunk's length, 0 when blocks are short."""
+        if request.pending:  # preempted, and a step in flight still gives it a token that its prefill must have
+            return 0
         tokens = request.tokens
         hits: list[int] = []
         keys: list[Key] = []
@@ -161,11 +170,11 @@ class Scheduler:
     ) -> list[Request]:
         """Take in the results of a step: per entry the accepted drafts and the token after them.
 
-        Tokens after the end of a request are dropped, and so is all of a request that was aborted. Returns the requests
-        that finished.
+        Tokens after the end of a request are dropped, and so is all of a request that was aborted. ``logprobs`` are
+        empty on a stage that has none. Returns the requests that finished.
         """
         finished = []
-        for entry, new, logprob in zip(batch.entries, tokens, logprobs, strict=True):
+        for entry, new, logprob in zip(batch.entries, tokens, logprobs or [()] * len(tokens), strict=True):
             request = entry.request
             if request.status == "finished":
                 continue
@@ -187,9 +196,9 @@ class Scheduler:
         return finished
 
     def _append(self, request: Request, new: Sequence[int], logprobs: Sequence[float]) -> FinishReason | None:
-        for token, logprob in zip(new, logprobs, strict=True):
+        for place, token in enumerate(new):
             request.output.append(token)
-            request.logprobs.append(logprob)
+            request.logprobs += logprobs[place : place + 1]
             if token in request.params.eos:
                 return "eos"
             if len(request.output) >= request.params.max_tokens:

@@ -34,11 +34,13 @@ class DeviceState:
         draft_logits: [max_requests, K, V], what the drafts were sampled from; None until a step gives some.
         tokens: i64[max_requests, max_len], what is being prefilled.
         block_table: i32[max_requests, B].
+        generations: of each row on the host, counts the requests that it was given to.
     """
 
     def __init__(self, options: EngineOptions, steps: int, device: torch.device | str) -> None:
         rows, self.device = options.max_requests, torch.device(device)
         self.block_size, self.steps = options.block_size, steps
+        self.generations = [0] * rows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -52,6 +54,7 @@ class DeviceState:
 
     def admit(self, row: int, tokens: Sequence[int], computed: int, params: SamplingParams) -> None:
         """Start a request in ``row``: ``tokens`` to prefill; the first ``computed`` have cache rows already."""
+        self.generations[row] += 1
         self.tokens[row, : len(tokens)] = self._upload(np.asarray(tokens, dtype=np.int64))
         self.computed[row] = computed
         self.temperature[row] = params.temperature
@@ -62,8 +65,11 @@ class DeviceState:
         """Entries ``first`` and on of a row's block table."""
         self.block_table[row, first : first + len(blocks)] = self._upload(np.asarray(blocks, dtype=np.int32))
 
-    def prepare(self, batch: ScheduledBatch) -> StepInputs:
-        """The step's global inputs. Every value of the sequence comes from the device, none from the host's cursor."""
+    def prepare(self, batch: ScheduledBatch, *, real: bool = True) -> StepInputs:
+        """The step's global inputs. Every value of the sequence comes from the device, none from the host's cursor.
+
+        A step that is not ``real`` counts from position 0: its rows may belong to other requests, or to none.
+        """
         lengths = batch.lengths.astype(np.int64)
         starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
         owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -74,8 +80,11 @@ class DeviceState:
         decoding = self._upload(np.array([not entry.is_prefilling for entry in batch.entries])[owner])
         of_token = rows[self._upload(owner)]
 
-        computed = self.computed[rows]
-        positions = self.computed[of_token] + offset
+        final = self.computed if real else torch.zeros_like(self.computed)
+        computed = final[rows]
+        positions = final[of_token] + offset
+        if not real:
+            positions = positions.clamp(max=self.block_table.shape[1] * self.block_size - 1)
         prompt = self.tokens[of_token, positions.clamp(max=self.tokens.shape[1] - 1)]
         guesses = torch.cat((self.last_token[:, None], self.drafts), dim=1)
         guessed = guesses[of_token, offset.clamp(max=self.steps)]
@@ -110,6 +119,31 @@ class DeviceState:
                 shape = (len(self.computed), *outputs.draft_logits.shape[1:])
                 self.draft_logits = outputs.draft_logits.new_zeros(shape)
             self.draft_logits[rows] = outputs.draft_logits
+
+    def advance_prefills(self, batch: ScheduledBatch) -> None:
+        """Advance the rows in the middle of a prefill, of which nothing can be rejected: on a stage without outputs."""
+        middle = [entry for entry in batch.entries if not entry.samples]
+        rows = self._upload(np.array([entry.row for entry in middle], dtype=np.int64))
+        self.computed[rows] += self._upload(np.array([entry.length for entry in middle], dtype=np.int64))
+
+    def apply_round(
+        self,
+        batch: ScheduledBatch,
+        current: torch.Tensor,
+        advance: torch.Tensor,
+        next_token: torch.Tensor,
+        drafts: torch.Tensor | None,
+    ) -> None:
+        """:meth:`apply` on a stage without outputs, of the rows that sampled and are ``current`` bool[R] still.
+
+        ``advance`` i64[R], ``next_token`` i64[R] and ``drafts`` i64[R, K] are on the CPU, as a round brings them.
+        """
+        keep = current & torch.tensor([entry.samples for entry in batch.entries])
+        rows = torch.tensor([entry.row for entry in batch.entries])[keep].to(self.device)
+        self.computed[rows] += advance[keep].to(self.device)
+        self.last_token[rows] = next_token[keep].to(self.device)
+        if drafts is not None:
+            self.drafts[rows] = drafts[keep].to(self.device)
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
         return upload(array, self.device)

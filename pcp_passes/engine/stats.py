@@ -60,6 +60,7 @@ class EngineStats:
         self.rows_per_rank = [0] * pcp
         self.steps = self.sharded_steps = self.padding = self.collectives = self.bytes = 0
         self.preemptions = self.cached_tokens = self.published = 0
+        self.dummy_steps = 0
         self.largest_imbalance = 1.0
         self.graph_padding = 0
         self.without_graph: Counter[str] = Counter()
@@ -93,6 +94,7 @@ class EngineStats:
             "preemptions": self.preemptions,
             "cached_tokens": self.cached_tokens,
             "published_prefills": self.published,
+            "dummy_steps": self.dummy_steps,
             "graph_padding_rows": self.graph_padding,
             "steps_without_graph": dict(self.without_graph),
             "acceptance": self.acceptance.summary(),

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from pcp_passes.collectives import is_collective
+from pcp_passes.collectives import ALL_GATHER_ROWS, is_collective, is_gather
 from pcp_passes.errors import InvariantError, RankMismatch
 from pcp_passes.ir import buffers, fakes, meta, rules
 from pcp_passes.ir.markers import is_marker, marker_rows
-from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard
+from pcp_passes.ir.placements import Partial, Placement, RankMajor, Replicate, Shard
 from pcp_passes.ir.printer import print_node, type_text
 from pcp_passes.ir.revalue import call_key, type_key
 
@@ -138,7 +138,8 @@ def conflict_free(graph: fx.Graph, ctx: PassContext) -> None:
             kept = (rule.query, *rule.new_rows, *(() if rule.output is None else (rule.output,)))
             wanted, positions, why = Shard(0), kept, "queries and lengths are rank-local"
         else:
-            kinds = {type(meta.placement(operand)) for operand in node.all_input_nodes}
+            taken = node.all_input_nodes[:1] if is_collective(node) else node.all_input_nodes
+            kinds = {type(meta.placement(operand)) for operand in taken}
             if node.op != "output" and {RankMajor, Shard} <= kinds:
                 offences.append((node, "reads rank-local and rank-major rows at once"))
             continue
@@ -151,14 +152,14 @@ def conflict_free(graph: fx.Graph, ctx: PassContext) -> None:
 
 
 def order_known(graph: fx.Graph, ctx: PassContext) -> None:
-    """Rank-major is stated exactly where a reshard or a collective made it, and follows from there."""
+    """Rank-major is stated exactly where a reshard or a gather made it, and follows from there up to a partial sum."""
     offences: list[Offence] = []
     for node in graph.nodes:
         if node.op == "output" or not meta.holds_tensor(node):
             continue
-        if isinstance(rules.rule_of(node), rules.CacheWrite):
+        if isinstance(rules.rule_of(node), rules.CacheWrite) or _sums(node):
             continue
-        makes = is_marker(node) or is_collective(node)
+        makes = is_marker(node) or is_gather(node)
         inherits = any(meta.placement(operand) == RankMajor() for operand in node.all_input_nodes)
         stated = meta.placement(node) == RankMajor()
         if stated and not (makes or inherits):
@@ -166,6 +167,11 @@ def order_known(graph: fx.Graph, ctx: PassContext) -> None:
         if (makes or inherits) and not stated:
             offences.append((node, f"holds gathered rows, but is stated {meta.placement(node)}"))
     require(ORDER_KNOWN, "the order of rows is stated where it changes and kept after", offences)
+
+
+def _sums(node: fx.Node) -> bool:
+    """Whether the node makes or reduces a partial sum, whose rows are those that were dispatched."""
+    return meta.placement(node) == Partial() or (is_collective(node) and not is_gather(node))
 
 
 def coalesced(graph: fx.Graph, ctx: PassContext) -> None:
@@ -207,7 +213,8 @@ def padding_defined(graph: fx.Graph, ctx: PassContext) -> None:
 
 
 def equal_collectives(graph: fx.Graph, ctx: PassContext) -> None:
-    """A collective runs over the context's axis, and its operand has one shape on all ranks: M rows, constant width."""
+    """A collective of rows runs over the context's axis, and its operand has one shape on all ranks: M rows, constant
+    width. Ragged ones run over another axis; between them lie the rows of all its ranks, as many on each PCP rank."""
     offences: list[Offence] = []
     for node in graph.nodes:
         if is_collective(node) or is_marker(node):
@@ -216,20 +223,41 @@ def equal_collectives(graph: fx.Graph, ctx: PassContext) -> None:
 
 
 def _unequal(node: fx.Node, ctx: PassContext) -> Iterable[str]:
-    if tuple(node.args[-2:]) != (ctx.pcp, ctx.axis):
+    ragged = not is_marker(node) and rules.op_name(node) in _RAGGED
+    if ragged and node.args[-1] == ctx.axis:
+        yield f"over {ctx.axis!r}, whose ranks bring equal rows; required {ALL_GATHER_ROWS} or {_REDUCE_ROWS} there"
+    elif not ragged and tuple(node.args[-2:]) != (ctx.pcp, ctx.axis):
         yield f"over {node.args[-2:]}; required {(ctx.pcp, ctx.axis)}"
+    summed = is_collective(node) and not is_gather(node)
     for row in marker_rows(node):
         held = meta.tensor(row)
         if held is None or held.dim() == 0:
             yield f"operand %{row.name} has no rows"
-        elif any(map(fakes.has_unbacked_symbol, held.shape)):
+        elif any(map(fakes.has_unbacked_symbol, held.shape)) and not _counts_ragged(row):
             yield f"operand {type_text(held)} has a size that depends on data"
-        elif not fakes.is_plain_symbol(held.shape[0]):
+        elif not summed and not fakes.is_plain_symbol(held.shape[0]):
             yield f"operand {type_text(held)} has {held.shape[0]} rows; required the bare token count"
         elif any(map(fakes.has_token_symbol, held.shape[1:])):
             yield f"operand {type_text(held)} has a row width that is not constant"
-        elif is_collective(node) and not held.is_contiguous():
+        elif is_gather(node) and not held.is_contiguous():
             yield f"operand {type_text(held)} is not contiguous: strides {tuple(held.stride())}"
+
+
+_REDUCE_ROWS = "pcp::reduce_rows"
+_RAGGED = frozenset({"pcp::gather_ragged", "pcp::reduce_ragged"})
+
+
+def _counts_ragged(row: fx.Node) -> bool:
+    """Whether rows are those that a ragged gather delivered: their number is on the host of every rank."""
+    waiting, seen = [row], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if rules.op_name(node) == "pcp::gather_ragged":
+            return True
+        if node not in seen and any(any(map(fakes.has_unbacked_symbol, t.shape)) for t in meta.tensors(node)):
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
 
 
 def lowered(graph: fx.Graph, ctx: PassContext) -> None:
@@ -273,7 +301,7 @@ def no_new_alias(graph: fx.Graph, ctx: PassContext) -> None:
             last = next((w for key in _storages(operand) if (w := written.get(key)) is not None), None)
             if last is not None and position[last] > position[operand]:
                 offences.append((operand, f"read by %{node.name} after %{last.name} wrote its storage"))
-            if node.op == "output":
+            if node.op == "output" and not is_collective(operand):  # which never aliases its operand
                 offences.append((operand, "inserted, and returned by the graph"))
         for target in rules.mutated_arguments(node):
             written.update(dict.fromkeys(_storages(target), node))

@@ -9,6 +9,7 @@ placement               rows          meaning
 ``Shard(dim)``          ``M``         this rank's rows, in the order the step plan gave them ("local")
 ``RankMajor()``         ``P * M``     rows of rank 0, then rank 1, ...: what an all-gather of ``Shard(0)`` gives
 ``Replicate()``         all of them   the same value on every rank: weights, scalars, and rows restored to global order
+``Partial()``           any           each rank holds a summand; the value is the sum over the ranks
 ======================  ============  ======================================================================
 
 A dimension that merges tokens with others is ``Shard(dim, outer, inner)``: its size is ``outer * M * inner``, and token
@@ -58,6 +59,14 @@ class Replicate:
 
 
 @dataclass(frozen=True)
+class Partial:
+    """Rows of which each rank holds a summand: what its experts make of the rows that were dispatched to it."""
+
+    def __str__(self) -> str:
+        return "partial"
+
+
+@dataclass(frozen=True)
 class Tied:
     """Local rows in an order, or numbers of local rows, that mean something only with the sort ``by`` (a node's name).
 
@@ -71,4 +80,4 @@ class Tied:
         return f"{type(self).__name__.lower()}({self.by}, {self.inner})"
 
 
-Placement = Shard | RankMajor | Replicate | Tied
+Placement = Shard | RankMajor | Replicate | Partial | Tied

@@ -125,11 +125,13 @@ def _register_own_ops() -> None:
     """Ops of this package are there whatever the caller has imported."""
     import pcp_passes.attention
     import pcp_passes.collectives
+    import pcp_passes.collectives_ragged
     import pcp_passes.ir.markers
     import pcp_passes.ir.token_markers
     import pcp_passes.paged.experts
     import pcp_passes.paged.explicit
     import pcp_passes.paged.ops
+    import pcp_passes.paged.routed
     import pcp_passes.sparse.ops  # noqa: F401
 
 

@@ -28,6 +28,8 @@ from pcp_passes.paged.rows import Kept, kept_rows
 from pcp_passes.sparse.backends import AUTO, DEFAULT_WORKSPACE_BYTES
 
 if TYPE_CHECKING:
+    from pcp_passes.mesh.peer_rows import PeerRows
+    from pcp_passes.paged.routed import ExpertShard
     from pcp_passes.piecewise.runner import BodyRunner
 
 SlotLayout = Literal["replicated", "rank_major"]
@@ -61,6 +63,9 @@ class AttentionInputs:
     """i32 or i64 ``[R]``: keys that exist once this step's rows are written."""
     positions: torch.Tensor
     """i64 ``[N]``: position of each row within its request."""
+    per_request: int = 0
+    """Which of the two row counts that replicas tell each other this call has: 0 for rows of the step's tokens, ``w``
+    for ``w`` rows per request of the step. Only a call with experts on several replicas reads it."""
 
     def __post_init__(self) -> None:
         requests = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
@@ -82,6 +87,8 @@ class AttentionInputs:
         ]  # fmt: skip
         if self.slot_layout not in (REPLICATED_SLOTS, RANK_MAJOR_SLOTS):
             wrong.append(f"slot_layout is {self.slot_layout!r}, required 'replicated' or 'rank_major'")
+        if self.per_request < 0:
+            wrong.append(f"per_request is {self.per_request}, required 0 or the rows of each request")
         if wrong:
             raise ConfigError(f"attention inputs: {'; '.join(wrong)}. Give N rows and R attention rows throughout.")
 
@@ -111,6 +118,11 @@ class AttentionInputs:
         return found.clamp_(max=max(self.seq_lens.shape[0] - 1, 0)).to(torch.int32)
 
     @cached_property
+    def padding(self) -> torch.Tensor:
+        """bool ``[N]``: rows past the last request, made on the device."""
+        return torch.arange(self.rows, device=self.positions.device) >= self.query_start_loc[-1]
+
+    @cached_property
     def visible(self) -> torch.Tensor:
         """i32 ``[N]``: how many keys of its request each row sees, made on the device; 0 on padding rows.
 
@@ -119,8 +131,7 @@ class AttentionInputs:
         if not self.seq_lens.shape[0]:
             return torch.zeros(self.rows, dtype=torch.int32, device=self.positions.device)
         held = torch.minimum(self.positions + 1, self.seq_lens.long()[self.row_request.long()])
-        padding = torch.arange(self.rows, device=held.device) >= self.query_start_loc[-1]
-        return held.masked_fill_(padding, 0).to(torch.int32)
+        return held.masked_fill_(self.padding, 0).to(torch.int32)
 
     def interval(self, left: int, right: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[low, high)`` of its request that each row sees, i32 ``[N]`` each, made on the device once per window.
@@ -132,8 +143,7 @@ class AttentionInputs:
             low, high = intervals(self.positions, torch.iinfo(torch.int32).max, left, right, chunk)
             if self.seq_lens.shape[0]:
                 high = torch.minimum(high, self.seq_lens.long()[self.row_request.long()])
-                padding = torch.arange(self.rows, device=high.device) >= self.query_start_loc[-1]
-                high = high.masked_fill(padding, 0)
+                high = high.masked_fill(self.padding, 0)
             else:
                 high = torch.zeros_like(high)
             known = self._intervals[left, right, chunk] = low.clamp_(min=0).to(torch.int32), high.to(torch.int32)
@@ -240,6 +250,10 @@ class PagedCaches:
         self.tensors: dict[str, torch.Tensor] = {}
         self.runner: BodyRunner | None = None
         """What runs the body calls of this rank through graphs; ``None`` runs them as they are."""
+        self.experts: dict[str, ExpertShard] = {}
+        """Experts of this rank by layer name, for bodies that dispatch their rows to experts of other ranks."""
+        self.peers: PeerRows | None = None
+        """Rows that each replica has in the step that runs; set before a step with experts on several replicas."""
 
     @property
     def holds_records(self) -> bool:

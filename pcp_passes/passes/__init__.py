@@ -20,6 +20,7 @@ from pcp_passes.ir.invariants import (
 )
 from pcp_passes.passes.base import VARIANTS, Note, Pass, PassContext, PassResult, Variant
 from pcp_passes.passes.bodies.coalesce_reshards import CoalesceReshards
+from pcp_passes.passes.bodies.dispatch_experts import DispatchExperts
 from pcp_passes.passes.bodies.gather_cache_writes import GatherCacheWrites
 from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_reshards import LowerReshards
@@ -28,7 +29,9 @@ from pcp_passes.passes.bodies.mask_padding import MaskPadding
 from pcp_passes.passes.bodies.pack_records import PackRecords
 from pcp_passes.passes.bodies.place_rows import PlaceRows
 from pcp_passes.passes.bodies.split_piecewise import SplitPiecewise
+from pcp_passes.passes.bodies.split_stages import SplitStages
 from pcp_passes.passes.pipeline import Event, Observer, Pipeline, PipelineReport
+from pcp_passes.passes.steps.keep_stage import KeepStage
 from pcp_passes.passes.steps.pipeline import STEP
 from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 
@@ -68,7 +71,10 @@ PASSES: tuple[Pass, ...] = (
     LowerSparseIndex(),
     PackRecords(),
     LowerIndexPrologue(),
+    DispatchExperts(),
+    SplitStages(),
     *STEP,
+    KeepStage(),
     SplitPiecewise(),
 )
 """Every pass, in the order the reference documents them."""

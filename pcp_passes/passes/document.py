@@ -18,7 +18,7 @@ from pcp_passes import passes
 from pcp_passes.ir import invariants, rules
 from pcp_passes.passes.base import Pass
 from pcp_passes.passes.steps import pipeline as step_passes
-from pcp_passes.step.checks import ON_STEPS
+from pcp_passes.step.invariants import ON_STEPS
 
 _PIPELINE = re.compile(r"^(?:SHARDED|SHARDED_UNPACKED|REPLICATED|STEP): .*?^\)", re.MULTILINE | re.DOTALL)
 

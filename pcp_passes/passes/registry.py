@@ -16,10 +16,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pcp_passes.errors import ConfigError
 from pcp_passes.passes import REPLICATED, SHARDED, SHARDED_UNPACKED
 from pcp_passes.passes.base import Pass
+from pcp_passes.passes.bodies.dispatch_experts import DispatchExperts
 from pcp_passes.passes.bodies.lower_index_prologue import LowerIndexPrologue
 from pcp_passes.passes.bodies.lower_sparse_index import LowerSparseIndex
 from pcp_passes.passes.bodies.pack_records import PackRecords
 from pcp_passes.passes.bodies.split_piecewise import SplitPiecewise
+from pcp_passes.passes.bodies.split_stages import SplitStages
+from pcp_passes.passes.steps.keep_stage import KeepStage
 from pcp_passes.passes.steps.pipeline import STEP
 from pcp_passes.passes.tokens.pipeline import TokenOptions, token_pipeline
 
@@ -32,7 +35,9 @@ PIPELINES: dict[str, tuple[Pass, ...]] = {
 }
 """Every pipeline that may be asked for by name."""
 
-_ALONE: tuple[type[Any], ...] = (LowerSparseIndex, PackRecords, LowerIndexPrologue, SplitPiecewise)
+_ALONE: tuple[type[Any], ...] = (
+    LowerSparseIndex, PackRecords, LowerIndexPrologue, DispatchExperts, SplitStages, KeepStage, SplitPiecewise,
+)  # fmt: skip
 """Passes that no pipeline above runs by default."""
 
 

@@ -25,10 +25,16 @@ COLLECTIVES: tuple[Collectives, ...] = ("outside", "inside")
 
 HOST_READS: dict[str, str] = {
     "pcp::experts": "without a grouped product it reads the loads of its experts on the host",
+    "pcp::mask_routed": "reads the rows of the running call",
     "aten::_local_scalar_dense": "reads a value of the device on the host",
     "aten::item": "reads a value of the device on the host",
 }
-"""Ops that wait for the device, beside those of the attention family."""
+"""Ops that wait for the device or read the state of the call, beside those of the attention family."""
+
+RAGGED: dict[str, str] = dict.fromkeys(
+    ("pcp::gather_ragged", "pcp::reduce_ragged"), "a collective whose sizes are those of the step on every replica"
+)
+"""Collectives that no captured piece can hold, whatever the back end."""
 
 _TORCH_VIEWS = frozenset(
     "contiguous detach expand expand_as flatten narrow permute reshape reshape_as select split split_with_sizes squeeze"
@@ -56,6 +62,8 @@ def reason_to_cut(node: fx.Node, collectives: Collectives = "outside") -> str | 
         return HOST_READS[name]
     if is_marker(node):
         return "a reshard that is not lowered yet"
+    if name in RAGGED:
+        return RAGGED[name]
     if is_collective(node):
         return None if collectives == "inside" else "a collective: no captured piece waits for other ranks"
     if rules.layer_of(node) is not None:

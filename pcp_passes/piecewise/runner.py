@@ -26,9 +26,9 @@ from torch import fx
 from pcp_passes.capture_mode import capturable_only
 from pcp_passes.errors import GraphError
 from pcp_passes.paged.state import AttentionInputs, PagedCaches, running
-from pcp_passes.piecewise.checker import ReplayChecker
 from pcp_passes.piecewise.cuda import CudaReplayer
 from pcp_passes.piecewise.pieces import Piece, entered
+from pcp_passes.piecewise.replay_checker import ReplayChecker
 from pcp_passes.piecewise.replayer import GraphKey, GraphMode, Replayer, Tensors
 from pcp_passes.piecewise.static import Buffer, StaticInputs
 

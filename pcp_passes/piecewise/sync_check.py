@@ -20,6 +20,7 @@ import linecache
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -71,18 +72,22 @@ class SyncCheck(AbstractContextManager["SyncCheck"]):
 
     The error names the op and the source line: the innermost frame outside torch. Where CUDA is in use, PyTorch's own
     check (``torch.cuda.set_sync_debug_mode``) runs too. Reentrant; for one thread.
+
+    Args:
+        found: count reads here instead of failing, by ``"<file>: <op>"``; the file of a captured graph is ``graph``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, found: Counter[str] | None = None) -> None:
         self._stack = ExitStack()
+        self._found = found
 
     def __enter__(self) -> SyncCheck:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and self._found is None:
             before = torch.cuda.get_sync_debug_mode()
             self._stack.callback(torch.cuda.set_sync_debug_mode, before)
             torch.cuda.set_sync_debug_mode("error")
-        self._stack.enter_context(_Dispatch())  # type: ignore[no-untyped-call]
-        self._stack.enter_context(_Functions())
+        self._stack.enter_context(_Dispatch(self._found))
+        self._stack.enter_context(_Functions(self._found))
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -97,17 +102,25 @@ def if_wanted() -> AbstractContextManager[Any]:
 class _Functions(TorchFunctionMode):
     """Sees the calls that never reach the dispatcher on a CPU: ``tolist``, ``numpy``, ``.cpu()``."""
 
+    def __init__(self, found: Counter[str] | None) -> None:
+        super().__init__()
+        self.found = found
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         why = _why_function(func, args, kwargs or {})
         if why is not None and not _exempt(args):
-            raise _fault(f"{'torch' if func in _MAKERS else 'Tensor'}.{func.__name__}", why)
+            _fail_or_count(f"{'torch' if func in _MAKERS else 'Tensor'}.{func.__name__}", why, self.found)
         return func(*args, **(kwargs or {}))
 
 
 class _Dispatch(TorchDispatchMode):
     """Sees every op, also those inside the Python bodies of this package's ops."""
+
+    def __init__(self, found: Counter[str] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,12 +128,12 @@ class _Dispatch(TorchDispatchMode):
         given = kwargs or {}
         why = why_synced(func, args, given)
         if why is not None and not _exempt((args, given)):
-            raise _fault(func.name(), why)
+            _fail_or_count(func.name(), why, self.found)
         below = own_body(func, (args, given))
         if below is None:
             return func(*args, **given)
         # Both modes are off inside a handler. Dispatching below the one of modes lets them see the op's own calls.
-        with self, _Functions():
+        with self, _Functions(self.found):
             return func.redispatch(below, *args, **given)
 
 
@@ -239,6 +252,13 @@ def _frames() -> Iterator[tuple[str, int, Any]]:
         if not file.startswith(_SKIPPED):
             yield file, frame.f_lineno, frame
         frame = frame.f_back
+
+
+def _fail_or_count(op: str, why: str, found: Counter[str] | None) -> None:
+    if found is None:
+        raise _fault(op, why)
+    file = next((file for file, *_ in _frames()), "?")
+    found[f"{'graph' if file.startswith('<eval_with_key>') else file}: {op}"] += 1
 
 
 def _fault(op: str, why: str) -> HostSync:

@@ -126,7 +126,7 @@ class StepBuilder:
         slots, starts, lengths, positions = (
             self.part(made, i, name) for i, name in enumerate(("slots", "starts", "lengths", "rows"))
         )
-        inputs = self.call(ops.attention_inputs, slots, "replicated", tables, starts, lengths, positions)
+        inputs = self.call(ops.attention_inputs, slots, "replicated", tables, starts, lengths, positions, width)
         return positions, inputs
 
     def build(self) -> fx.GraphModule:

@@ -106,8 +106,12 @@ def attention_inputs(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     positions: torch.Tensor,
+    per_request: int = 0,
 ) -> AttentionInputs:
-    """What the attention family of one body call reads; ``slot_layout`` says what the slots list, never their count."""
+    """What the attention family of one body call reads; ``slot_layout`` says what the slots list, never their count.
+
+    ``per_request`` says of which count of the step the rows are: 0 its tokens, ``w`` as many per request.
+    """
     return AttentionInputs(
         slots=slots,
         slot_layout=slot_layout,  # type: ignore[arg-type]
@@ -115,6 +119,7 @@ def attention_inputs(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         positions=positions,
+        per_request=per_request,
     )
 
 

@@ -98,6 +98,14 @@ def result_of(node: fx.Node) -> Placement | None:
 
 
 def misfits(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
+    """Nodes whose operands, slot layout or stated placement do not fit, and results that are not global."""
+    yield from misplaced(graph)
+    for result in graph.output_node().all_input_nodes:
+        if meta.placement(result) != GLOBAL:
+            yield result, f"returned, but {meta.placement(result)}; required {GLOBAL}"
+
+
+def misplaced(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     """Nodes whose operands, slot layout or stated placement do not fit."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -111,10 +119,6 @@ def misfits(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
             yield node, f"stated {meta.placement(node)}, but its operands give {wanted}"
         elif ops.is_op(node, ops.attention_inputs) and (node.args[1] == "rank_major") != (wanted == LOCAL):
             yield node, f"slots are said to be {node.args[1]}, but are {meta.placement(node.args[0])}"
-    end = next(iter(reversed(graph.nodes)))
-    for result in end.all_input_nodes:
-        if meta.placement(result) != GLOBAL:
-            yield result, f"returned, but {meta.placement(result)}; required {GLOBAL}"
 
 
 def buffer_of(node: fx.Node) -> fx.Node | None:

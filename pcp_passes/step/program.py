@@ -15,7 +15,7 @@ rank runs all tokens and nothing is gathered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -122,8 +122,31 @@ class StepProgram:
 
         Models without a capture of their own, and those that write such records already, stay as they are.
         """
+        return self._remade(lambda model, ctx: model if model.store == store else model.over(ctx, store))
+
+    def dispatching(self, dp: int) -> StepProgram:
+        """This program with experts that the ranks of ``dp`` replicas share (expert parallelism).
+
+        Experts leave the bodies: each rank finds its own in ``PagedCaches.experts``. Models without experts, or without
+        a capture of their own, stay as they are, and so does everything where the mesh has one rank.
+
+        Raises:
+            ConfigError: fewer than 1 replica.
+        """
+        if dp < 1:
+            raise ConfigError(f"experts are shared by {dp} replicas; required at least 1")
+        if dp * self.pcp == 1:
+            return self
+        return self._remade(lambda model, ctx: model.over(ctx, dp=dp) if model.has_experts else model)
+
+    def _remade(self, make: Callable[[Any, PassContext], Any]) -> StepProgram:
+        """The program with other bodies of the models that have a capture to make them of."""
         ctx = PassContext(self.pcp, self.axis)
-        target, model = _storing(self.target, store, ctx), _storing(self.drafter.model, store, ctx)
+
+        def remade(model: Any) -> Any:
+            return make(model, ctx) if getattr(model, "captured", None) else model
+
+        target, model = remade(self.target), remade(self.drafter.model)
         if target is self.target and model is self.drafter.model:
             return self
         drafter: Any = self.drafter
@@ -157,7 +180,7 @@ class StepProgram:
             ConfigError: a plan for a program of one rank.
         """
         with torch.no_grad():
-            return StepOutputs(*self._program(plan)(*_values(state, inputs, plan)))
+            return StepOutputs(*self._program(plan)(*program_values(state, inputs, plan)))
 
     def simulate(
         self,
@@ -183,7 +206,7 @@ class StepProgram:
                 "ranks; required one of each per rank"
             )
         each = list(plans) if plans is not None else [None] * self.pcp
-        values = [_values(s, i, p) for s, i, p in zip(states, inputs, each, strict=True)]
+        values = [program_values(s, i, p) for s, i, p in zip(states, inputs, each, strict=True)]
         with torch.no_grad():
             found = simulate_segments(self._program(each[0]), values, logs=logs)
         return [StepOutputs(*outputs) for outputs in found]
@@ -196,19 +219,14 @@ class StepProgram:
         return self.sharded
 
 
-def _values(state: RankState, inputs: StepInputs, plan: StepPlanInputs | None) -> tuple[Any, ...]:
+def program_values(state: RankState, inputs: StepInputs, plan: StepPlanInputs | None) -> tuple[Any, ...]:
+    """The values of a program's inputs on one rank, in their order."""
     rows = inputs.requests.shape[0]
     if plan is not None:
         rows = max(rows, plan.row_request.shape[0])
     buffer = state.table_buffer(rows, inputs.block_table_pool.shape[1])
     values = (*input_values(inputs), buffer, state.caches)
     return values if plan is None else (*values, *plan_values(plan))
-
-
-def _storing(model: Any, store: Store, ctx: PassContext) -> Any:
-    if not getattr(model, "captured", None) or model.store == store:
-        return model
-    return model.over(ctx, store)
 
 
 def _check(target: BodyModel, drafter: Drafter, pcp: int, share_topk: str, verify_tokens: str) -> None:

@@ -36,7 +36,7 @@ class Group:
         self, world: int, folder: Path, work: Callable[..., None], ranks: list[int] | None = None, **options: Any
     ):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "pcp_passes.engine.ranks"])
         self.folder = folder
         self.processes: dict[int, ForkServerProcess] = {
             rank: context.Process(target=_enter, args=(rank, world, str(folder), work, options))

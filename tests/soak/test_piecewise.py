@@ -21,8 +21,8 @@ import torch
 
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
-from pcp_passes.piecewise.checker import ReplayChecker
+from pcp_passes.engine.simulated import SimulatedExecutor
+from pcp_passes.piecewise.replay_checker import ReplayChecker
 from tests.engine_schedules import Trace, compare, run_schedule
 from tests.graph_schedules import PROGRAMS, GraphRun, captured, draw, run_graphs, run_seed
 from tests.multiproc._workers import Group

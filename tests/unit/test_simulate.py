@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from functools import cache
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ from torch import fx
 from pcp_passes.collectives import CollectiveLog, is_collective
 from pcp_passes.errors import ConfigError, RankMismatch
 from pcp_passes.passes import SHARDED, PassContext, build_variants
-from pcp_passes.simulate import simulate
+from pcp_passes.simulate import simulate, simulate_segments
 from tests import toy, toy_runs
 
 pytestmark = pytest.mark.unit
@@ -166,3 +167,68 @@ def test_any_batch_equals_the_unsharded_run(pcp: int, requests: list[toy.Request
 @cache
 def _body(pcp: int) -> fx.GraphModule:
     return build_variants(toy_runs.captured(dtype=torch.float64)[1].gm, PassContext(pcp))["sharded"]
+
+
+# Several axes.
+
+GRID = {"pcp": [(0, 1), (2, 3)], "dp": [(0, 2), (1, 3)]}
+
+
+def gathers(*axes: str) -> fx.GraphModule:
+    """Gathers over one axis after another; each rank's rows come first in none of them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for axis in axes:
+        x = graph.call_function(GATHER, (x, 2, axis))
+    graph.output(x)
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_segments])
+def test_groups_of_several_axes_meet_apart(run: Any) -> None:
+    inputs = [[torch.full((1 + rank // 2, 1), float(rank))] for rank in range(4)]
+    logs: list[CollectiveLog] = []
+    found = run(gathers("pcp"), inputs, groups=GRID, logs=logs)
+    assert [out.flatten().tolist() for out in found] == [[0, 1], [0, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+    assert [log.entries[0].shape for log in logs] == [(1, 1), (1, 1), (2, 1), (2, 1)]
+    equal = [[torch.full((1, 1), float(rank))] for rank in range(4)]
+    found = run(gathers("dp", "pcp"), equal, groups=GRID)
+    assert [out.flatten().tolist() for out in found] == [[0, 2, 1, 3]] * 4
+    assert found[0].flatten().tolist() != run(gathers("pcp", "dp"), equal, groups=GRID)[0].flatten().tolist()
+    backwards = {**GRID, "pcp": [(1, 0), (2, 3)]}
+    assert run(gathers("pcp"), equal, groups=backwards)[0].flatten().tolist() == [1, 0]
+
+
+def test_groups_need_not_be_at_the_same_collective() -> None:
+    """Two pairs with other graphs, of other lengths."""
+    graphs = [gathers("pcp")] * 2 + [gathers("pcp", "pcp", "pcp")] * 2
+    found = simulate_segments(graphs, [[torch.ones(1)]] * 4, groups=GRID)
+    assert [len(out) for out in found] == [2, 2, 8, 8]
+
+
+def test_a_deadlock_names_every_waiting_rank() -> None:
+    graphs = [gathers("pcp"), gathers("dp"), gathers("dp"), gathers("pcp")]
+    with pytest.raises(RankMismatch, match="no group of ranks can go on") as raised:
+        simulate(graphs, [[torch.ones(1)]] * 4, groups=GRID)
+    text = str(raised.value)
+    for rank, other, axis in ((0, 1, "pcp"), (1, 3, "dp"), (2, 0, "dp"), (3, 2, "pcp")):
+        assert f"rank {rank}  pcp::all_gather_rows(torch.float32[1], axis '{axis}')" in text
+        assert f"waits for rank {other}" in text
+    with pytest.raises(RankMismatch, match=r"waits for rank 1(?s:.*)rank 1  has finished"):
+        simulate([gathers("pcp"), gathers(), gathers("dp"), gathers("pcp")], [[torch.ones(1)]] * 4, groups=GRID)
+
+
+def test_a_divergence_inside_one_group_is_named() -> None:
+    inputs = [[torch.ones(1)], [torch.ones(1)], [torch.ones(3)], [torch.ones(2)]]
+    with pytest.raises(RankMismatch, match="rank 3 diverges from rank 2") as raised:
+        simulate(gathers("pcp"), inputs, groups=GRID)
+    assert "rank 0" not in str(raised.value)
+
+
+def test_groups_that_are_no_partition_are_refused() -> None:
+    with pytest.raises(ConfigError, match="required each of 4 ranks in one of them"):
+        simulate(gathers("pcp"), [[torch.ones(1)]] * 4, groups={"pcp": [(0, 1), (1, 2)]})
+    with pytest.raises(ConfigError, match=r"over axis 'dp', but groups were given for \['pcp'\] only"):
+        simulate(gathers("dp"), [[torch.ones(1)]] * 4, groups={"pcp": GRID["pcp"]})
+    with pytest.raises(ConfigError, match="gathers over 2 ranks, but inputs were given for 4"):
+        simulate(gathers("pcp"), [[torch.ones(1)]] * 4, groups={"pcp": [(0, 1, 2, 3)]})

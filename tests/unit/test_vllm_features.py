@@ -161,10 +161,13 @@ def test_a_connector_is_left_alone_on_one_rank(current: runtime.Runtime) -> None
         (("NixlConnector", "kv_producer", None), "KV transfer through NixlConnector"),
         (("ExampleConnector", "kv_consumer", None), "kv_role='kv_consumer'"),
         (("ExampleConnector", "kv_both", None), "kv_role='kv_both'"),
+        (("ExampleConnector", "kv_producer", None, 2), "over pipeline_parallel_size=2 stages"),
     ],
 )
-def test_refusals(transfer: tuple[str, str, str | None] | None, fragment: str | None) -> None:
+def test_refusals(transfer: tuple[Any, ...] | None, fragment: str | None) -> None:
+    transfer, stages = (transfer[:3], transfer[3]) if transfer and len(transfer) > 3 else (transfer, 1)
     names = ("kv_connector", "kv_role", "kv_connector_module_path")
     config = None if transfer is None else SimpleNamespace(**dict(zip(names, transfer, strict=True)))
-    found = kv_transfer.refusal(SimpleNamespace(kv_transfer_config=config))
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    found = kv_transfer.refusal(SimpleNamespace(kv_transfer_config=config, parallel_config=parallel))
     assert (found is None) if fragment is None else (found is not None and fragment in found)

@@ -8,11 +8,12 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pcp_passes.frontends.vllm import executor, imports, plugin
+from pcp_passes.frontends.vllm import config, executor, imports, placement, plugin
 
 
 @pytest.fixture
@@ -106,6 +107,25 @@ def test_our_loggers_speak_where_vllm_s_do(own: bool, root: bool, heard: bool, m
         monkeypatch.setattr(logging.getLogger(name), "handlers", handlers)
     monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.INFO)
     monkeypatch.setattr(logging.getLogger("pcp_passes"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("pcp_passes"), "propagate", True)
     plugin.log_as_vllm_does()
+    assert logging.getLogger("pcp_passes").propagate != heard, "said once, whatever the root logger is given later"
     assert (logging.getLogger("pcp_passes").handlers == [told]) == heard
     assert (logging.getLogger("pcp_passes").level == logging.INFO) == heard
+
+
+def _reads_more(args: Any, local_rank: int) -> list[int]:
+    return list(range(args.of_a_later_release))
+
+
+@pytest.mark.parametrize("known", [{"_build_device_ids": _reads_more}, {"another_name": _reads_more}])
+def test_a_launcher_of_another_shape_is_imported_as_it_is(known: dict[str, Any]) -> None:
+    """It is imported by every `vllm serve` of several replicas, also by those that do not ask for us."""
+    module: Any = SimpleNamespace(**known)
+    placement.count_pcp(module)
+    assert vars(module) == known
+
+
+def test_an_additional_config_that_is_no_mapping_is_not_ours() -> None:
+    """vLLM takes any object that has a hash."""
+    assert config.prepare(SimpleNamespace(additional_config=object())) is None

@@ -10,13 +10,14 @@ from typing import Any
 from pcp_passes.frontends.vllm import cpu_graphs
 
 OURS = "pcp_passes.frontends.vllm.backend."
-MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla", "mtp": "tiny_mla_mtp"}
+MODEL = {"gqa": "tiny_gqa", "mla": "tiny_mla", "mtp": "tiny_mla_mtp", "moe": "tiny_mla_moe"}
 #: Configurations without weights: vLLM's class for the first has no import that the text-only environment lacks.
 FOREIGN = {
     "audio": ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
     "encoder-decoder": ("t5", "T5ForConditionalGeneration"),
     "two modules": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "dsa": ("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    "hybrid": ("falcon_h1", "FalconH1ForCausalLM"),
 }
 
 
@@ -41,10 +42,17 @@ def mtp(count: int, **values: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count, **values}}
 
 
+def ngram() -> dict[str, Any]:
+    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
+
+
 def pieces(**values: Any) -> dict[str, Any]:
     """Piecewise CUDA graphs."""
     return compilation(**({"mode": 3, "cudagraph_mode": "PIECEWISE"} | values))
 
+
+#: An indexer in the first layers and in every fourth after them, so that layer 39 of 78 has none.
+SHARING = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 
 _MODE_3 = {"PCP_PASSES_CPU_MODE_3": "1"}
 #: The stand-ins that take graph modes on CPU.
@@ -63,8 +71,55 @@ CASES: dict[str, Case] = {
     # Parallelism.
     "dcp": Case(("decode_context_parallel_size=2", "replicated", "to 1"), {"decode_context_parallel_size": 2}),
     "dcp with mla": Case(("decode_context_parallel_size=2",), {"decode_context_parallel_size": 2}, model="mla"),
-    "pipeline": Case(("pipeline_parallel_size=2", "set it to 1"), {"pipeline_parallel_size": 2}),
-    "data": Case(("data_parallel_size=2", "set it to 1"), {"data_parallel_size": 2}),
+    "more stages than layers": Case(
+        ("_size=5 stages", "has 3", "lower pipeline_parallel_size"), {"pipeline_parallel_size": 5}
+    ),
+    "n-gram drafts over stages": Case(
+        ("method 'ngram'", "over pipeline_parallel_size=2 stages", "use 'mtp'"),
+        {"pipeline_parallel_size": 2, **ngram()},
+    ),
+    "n-gram drafts over stages alone": Case(
+        ("method 'ngram'", "over pipeline_parallel_size=2 stages", "use 'mtp'"),
+        {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 1, **ngram()},
+    ),
+    "n-gram drafts over stages under check": Case(
+        ("method 'ngram'", "over pipeline_parallel_size=2 stages"),
+        {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 1, **ngram()},
+        {"mode": "check", "ranks": 2},
+    ),
+    "stage on a shared selection": Case(
+        ("start at layers [39]", "vLLM sends none", "VLLM_PP_LAYER_PARTITION"),
+        {"pipeline_parallel_size": 2, "hf_overrides": SHARING},
+        model="dsa",
+    ),
+    "stage on a shared selection alone": Case(
+        ("start at layers [39]",),
+        {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 1, "hf_overrides": SHARING},
+        model="dsa",
+    ),
+    "recurrent state over stages": Case(
+        ("recurrent state", "PP2xPCP2", "attention layers only"), {"pipeline_parallel_size": 2}, model="hybrid"
+    ),
+    "latent attention and a scheduler that runs ahead": Case(
+        ("async_scheduling=true", "latent attention on CPU", "to false"),
+        {"async_scheduling": True, **mtp(2)},
+        model="mtp",
+        env={"PCP_PASSES_CPU_ASYNC": "1"},
+    ),
+    "experts over replicas": Case(
+        ("data_parallel_size=2 without expert", "set enable_expert_parallel"), {"data_parallel_size": 2}, model="moe"
+    ),
+    "experts over replicas and tensor ranks": Case(
+        ("data_parallel_size=2 with tensor_parallel_size=2", "never run on a CPU"),
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        model="moe",
+    ),
+    "folded": Case(("fold_on_tp=true", "give PCP ranks of its own"), options={"fold_on_tp": True}),
+    "network cards of replicas": Case(
+        ("VLLM_GPU_NIC_PCIE_MAPPING", "data_parallel_size=2", "drop it"),
+        {"data_parallel_size": 2},
+        env={"VLLM_GPU_NIC_PCIE_MAPPING": "{}"},
+    ),
     "one worker": Case(("='uni'", "size=2 needs", "set it to 'mp'"), {"distributed_executor_backend": "uni"}),
     "overlap": Case(("enable_dbo=True", "drop both"), {"enable_dbo": True}),
     # Models.
@@ -98,7 +153,7 @@ CASES: dict[str, Case] = {
     "pooling": Case(("'pooling' runner", "runner='generate'"), {"runner": "pooling"}),
     "n-gram drafts": Case(
         ("method 'ngram'", "use 'mtp' or 'dspark'", "drop speculative_config"),
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        ngram(),
     ),
     "several draft modules": Case(
         ("num_nextn_predict_layers=2", "num_speculative_tokens=2", "use 2 of them", "num_speculative_tokens to 1"),
@@ -111,6 +166,13 @@ CASES: dict[str, Case] = {
     "kv consumer": Case(
         ("kv_role='kv_both'", "to 'kv_producer'"),
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+    ),
+    "kv producer over stages": Case(
+        ("over pipeline_parallel_size=2 stages", "drop kv_transfer_config"),
+        {
+            "pipeline_parallel_size": 2,
+            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"},
+        },
     ),
     "kv connector": Case(
         ("SimpleCPUOffloadConnector", "use ExampleConnector"),
@@ -195,6 +257,25 @@ CASES: dict[str, Case] = {
     "plain": Case(),
     "kv producer": Case((), {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}}),
     "mla": Case(model="mla"),
+    "stages": Case((), {"pipeline_parallel_size": 2}),
+    "stages and drafts": Case((), {"pipeline_parallel_size": 2, **mtp(2)}, model="mtp"),
+    "stages alone": Case((), {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 1}),
+    "stages that start on layers with an indexer": Case(
+        (),
+        {"pipeline_parallel_size": 2, "hf_overrides": SHARING},
+        env={"VLLM_PP_LAYER_PARTITION": "38,40"},
+        model="dsa",
+    ),
+    "experts over stages alone": Case(
+        (),
+        {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 1, "enable_expert_parallel": True},
+        model="moe",
+    ),
+    "recurrent state over stages alone": Case(
+        (), {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 1}, model="hybrid"
+    ),
+    "replicas": Case((), {"data_parallel_size": 2}),
+    "replicas of experts": Case((), {"data_parallel_size": 2, "enable_expert_parallel": True}, model="moe"),
     "sparse mla": Case((), {"attention_config": {"indexer_kv_dtype": "fp8"}}, model="dsa"),
     "mtp": Case((), mtp(3), model="mtp"),
     "mtp replicated": Case((), mtp(1), {"drafter": "replicate", "verify_tokens": "broadcast"}, model="mtp"),

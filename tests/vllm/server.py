@@ -7,13 +7,16 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import psutil
 
 from pcp_passes.frontends.vllm import cpu_runner
 from pcp_passes.frontends.vllm.session import Request, kill_group
+from tests.models import prompt
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(model: str, folder: Path, *, pcp: int, options: dict[str, Any], start_s: float = 300) -> Iterator[Server]:
-    """Start ``vllm serve`` and wait until it answers."""
+def serve(
+    model: str,
+    folder: Path,
+    *,
+    pcp: int,
+    options: dict[str, Any],
+    start_s: float = 300,
+    replicas: int = 1,
+    more: dict[str, str] | None = None,
+    flags: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """Start ``vllm serve`` and wait until it answers. ``replicas`` share the cores that one would have; ``more`` are
+    further arguments, ``flags`` those without a value, ``env`` further variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,13 +77,17 @@ def serve(model: str, folder: Path, *, pcp: int, options: dict[str, Any], start_
         "--additional-config": json.dumps({"pcp_passes": options}),
         "--compilation-config": json.dumps({"mode": 2, "backend": "eager", "custom_ops": ["-rotary_embedding"]}),
     }
+    if replicas > 1:
+        arguments |= {"--data-parallel-size": str(replicas), "--api-server-count": "1"}
+    arguments |= more or {}
     log = folder / "serve.log"
-    env = os.environ | cpu_runner.environment(cores=tuple(range(pcp)))
-    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    variables = os.environ | cpu_runner.environment(cores=tuple(range(pcp)) * replicas)
+    variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    variables |= env or {}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    command += [part for pair in arguments.items() for part in pair]
+    command += [*(part for pair in arguments.items() for part in pair), *flags]
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env, start_new_session=True)
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=variables, start_new_session=True)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         asyncio.run(_until_healthy(server, time.monotonic() + start_s))
@@ -100,21 +120,24 @@ async def _until_healthy(server: Server, deadline: float) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens and their logprobs."""
+    """Tokens and their logprobs, and those of the prompt's tokens but the first, where a request asked for them."""
 
     tokens: list[int]
     logprobs: list[float]
+    prompt_logprobs: list[float] = field(default_factory=list)
 
 
-def ask(server: Server, requests: Sequence[Request]) -> list[Answer]:
-    """All requests at once over HTTP."""
-    return asyncio.run(_ask(server, requests))
+def ask(server: Server, requests: Sequence[Request], replicas: Sequence[int] | None = None) -> list[Answer]:
+    """All requests at once over HTTP, each to the data-parallel rank named for it; without, where the server likes."""
+    return asyncio.run(_ask(server, requests, replicas))
 
 
-async def _ask(server: Server, requests: Sequence[Request]) -> list[Answer]:
-    timeout = aiohttp.ClientTimeout(total=120)
+async def _ask(server: Server, requests: Sequence[Request], replicas: Sequence[int] | None) -> list[Answer]:
+    headers = [{"X-data-parallel-rank": str(rank)} for rank in replicas] if replicas else [{}] * len(requests)
+    timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        return await asyncio.gather(*(_one(http, server, request) for request in requests))
+        pairs = zip(requests, headers, strict=True)
+        return await asyncio.gather(*(_one(http, server, request, header) for request, header in pairs))
 
 
 def _body(request: Request, **more: Any) -> dict[str, Any]:
@@ -122,12 +145,37 @@ def _body(request: Request, **more: Any) -> dict[str, Any]:
     return body | {"return_token_ids": True, "ignore_eos": True} | more
 
 
-async def _one(http: aiohttp.ClientSession, server: Server, request: Request) -> Answer:
-    async with http.post(f"{server.url}/v1/completions", json=_body(request)) as reply:
+async def _one(http: aiohttp.ClientSession, server: Server, request: Request, headers: dict[str, str]) -> Answer:
+    more = {"prompt_logprobs": 0} if request.prompt_logprobs else {}
+    async with http.post(f"{server.url}/v1/completions", json=_body(request, **more), headers=headers) as reply:
         data = await reply.json()
         assert reply.status == 200, data
     choice = data["choices"][0]
-    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    prompt = zip(request.prompt, choice.get("prompt_logprobs") or (), strict=False)
+    scored = [entry[str(token)]["logprob"] for token, entry in prompt if entry is not None]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], scored)
+
+
+def tell_workers(server: Server, method: str, *args: Any) -> None:
+    """Call a method of every worker of every replica (the server needs ``VLLM_SERVER_DEV_MODE=1``)."""
+    asyncio.run(_tell(server, method, args))
+
+
+def rows_run(server: Server) -> list[float]:
+    """Token rows that each rank ran so far, as ``/metrics`` has them."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
+        found = re.findall(r'^vllm:pcp_rows_total{rank="(\d+)"} (\S+)$', reply.read().decode(), re.MULTILINE)
+    return [float(count) for _, count in sorted(found)]
+
+
+async def _tell(server: Server, method: str, args: tuple[Any, ...]) -> None:
+    body = {"method": method, "args": list(args)}
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        http.post(f"{server.url}/collective_rpc", json=body) as reply,
+    ):
+        assert reply.status == 200, await reply.text()
 
 
 def abandon(server: Server, requests: Sequence[Request]) -> None:
@@ -143,3 +191,22 @@ async def _abandon(server: Server, requests: Sequence[Request]) -> None:
 
     async with aiohttp.ClientSession() as http:
         await asyncio.gather(*(one(http, request) for request in requests))
+
+
+def strike(server: Server, victim: psutil.Process, how: signal.Signals) -> None:
+    """Signal ``victim`` while requests are in flight; every other process must end within 30 s of that."""
+    first = psutil.Process(server.process.pid)
+    others = [first, *(child for child in first.children(recursive=True) if child.pid != victim.pid)]
+    clients = threading.Thread(target=_ask_in_vain, args=(server,))
+    clients.start()
+    time.sleep(1)
+    victim.send_signal(how)
+    _, alive = psutil.wait_procs(others, timeout=30)
+    clients.join(30)
+    assert not alive, f"still running after 30 s: {alive}\n{server.tail()}"
+    assert not clients.is_alive(), "a client still waits"
+
+
+def _ask_in_vain(server: Server) -> None:
+    with contextlib.suppress(aiohttp.ClientError, AssertionError, KeyError):
+        ask(server, [Request(prompt(30, seed=90 + n), 150) for n in range(8)])

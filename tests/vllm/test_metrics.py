@@ -96,7 +96,7 @@ def test_another_process_reads_what_a_rank_counts(tmp_path: Path, monkeypatch: p
     assert families(tmp_path, monkeypatch)["vllm:pcp_rows_total", "1"] == 0
     for each in ranks:
         each.step({"variant": "sharded", "padded_rows": 4, "rows_per_rank": [4, 1], "tokens": 5})
-        each.verified(np.array([2, 0, 1]), np.array([2, 0, 2]))
+    ranks[0].verified(np.array([2, 0, 1]), np.array([2, 0, 2]))  # the rank whose tokens are used
     found = families(tmp_path, monkeypatch)
     assert found["vllm:pcp_rows_total", "0"] == 4
     assert found["vllm:pcp_rows_total", "1"] == 1
@@ -104,6 +104,21 @@ def test_another_process_reads_what_a_rank_counts(tmp_path: Path, monkeypatch: p
     assert found["vllm:pcp_row_imbalance",] == 4 / 2.5
     assert [found["vllm:pcp_draft_tokens_total", p] for p in "01"] == [2, 1]
     assert [found["vllm:pcp_accepted_tokens_total", p] for p in "01"] == [2, 0]
+    assert found["vllm:pcp_acceptance_length",] == 2
+
+
+def test_replicas_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of two PCP ranks each; the second one is busier, and less even."""
+    ranks = [totals(tmp_path, rank) for rank in range(4)]
+    for number, rows in enumerate(([2, 2], [2, 2], [6, 2], [6, 2])):
+        ranks[number].rank = number % 2
+        ranks[number].step({"variant": "sharded", "padded_rows": max(rows), "rows_per_rank": rows, "tokens": sum(rows)})
+    ranks[0].verified(np.array([2]), np.array([3]))
+    ranks[2].verified(np.array([2, 2]), np.array([1, 2]))
+    found = families(tmp_path, monkeypatch)
+    assert [found["vllm:pcp_rows_total", rank] for rank in "0123"] == [2, 2, 6, 2]
+    assert found["vllm:pcp_row_imbalance",] == (2 + 2 + 6 + 6) / 12
+    assert [found["vllm:pcp_accepted_tokens_total", p] for p in "01"] == [2, 1]
     assert found["vllm:pcp_acceptance_length",] == 2
 
 

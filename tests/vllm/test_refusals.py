@@ -281,7 +281,7 @@ def _outcome(create: Callable[..., Any], models: dict[str, str], case: Case, add
         **compilation(),
         **case.arguments,
     }
-    if case.model not in ("mla", "mtp", "two modules"):
+    if case.model not in ("mla", "mtp", "moe", "two modules"):
         arguments["block_size"] = 32
     environment = dict(os.environ)
     try:

@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import threading
-import time
 from collections.abc import Iterator
 
-import aiohttp
-import psutil
 import pytest
 
 from pcp_passes.frontends.vllm.session import Request
 from tests.models import build, prompt
 from tests.vllm.cases import served
 from tests.vllm.engines import FULL, reference, result_of
-from tests.vllm.server import Answer, Server, abandon, ask, serve
+from tests.vllm.server import Answer, Server, abandon, ask, serve, strike
 from tests.vllm.test_equality import TOLERANCE
 
 SILENCE_S = 8.0
@@ -50,27 +45,9 @@ def test_survives_requests_that_hang_up(server: Server) -> None:
     check(ask(server, served()[:10]), wanted()[:10])
 
 
-def _strike(server: Server, victim: psutil.Process, how: signal.Signals) -> None:
-    """Signal ``victim`` while requests are in flight; every other process must end within 30 s of that."""
-    others = [psutil.Process(server.process.pid), *(w for w in server.workers() if w.pid != victim.pid)]
-    clients = threading.Thread(target=_ask_in_vain, args=(server,))
-    clients.start()
-    time.sleep(1)
-    victim.send_signal(how)
-    _, alive = psutil.wait_procs(others, timeout=30)
-    clients.join(30)
-    assert not alive, f"still running after 30 s: {alive}\n{server.tail()}"
-    assert not clients.is_alive(), "a client still waits"
-
-
-def _ask_in_vain(server: Server) -> None:
-    with contextlib.suppress(aiohttp.ClientError, AssertionError, KeyError):
-        ask(server, [Request(prompt(30, seed=90 + n), 150) for n in range(8)])
-
-
 def test_frozen_worker_ends_the_others_with_the_reason(server: Server) -> None:
     """Last: it takes the server down."""
-    _strike(server, server.workers()[1], signal.SIGSTOP)
+    strike(server, server.workers()[1], signal.SIGSTOP)
     assert "pcp rank 1 is lost: frozen" in server.log.read_text(errors="replace"), server.tail()
 
 
@@ -80,7 +57,7 @@ if FULL:  # a second server
         """vLLM's executor sees a killed child at once, often before the heartbeat does; both name the worker."""
         options = {"silence_s": SILENCE_S}
         with serve(str(build("tiny_gqa")), tmp_path_factory.mktemp("serve"), pcp=2, options=options) as server:
-            _strike(server, server.workers()[0], signal.SIGKILL)
+            strike(server, server.workers()[0], signal.SIGKILL)
             log = server.log.read_text(errors="replace")
             named = ("VllmWorker-0 died unexpectedly", "pcp rank 0 is lost: killed")
             assert any(text in log for text in named), server.tail()

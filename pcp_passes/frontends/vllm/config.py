@@ -8,7 +8,7 @@ take from us); ``validate`` runs on the finished ``VllmConfig``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -30,6 +30,9 @@ from pcp_passes.frontends.vllm.config_graphs import (
     settle_sizes,
     whole_graph_arguments,
 )
+from pcp_passes.frontends.vllm.config_parallel import PARALLEL_REFUSALS, shared_selection
+from pcp_passes.frontends.vllm.data_parallel import refuse_fold_on_tp, spread_experts
+from pcp_passes.frontends.vllm.placement import device_affinity
 from pcp_passes.frontends.vllm.sparse import settings as sparse
 from pcp_passes.frontends.vllm.sparse.settings import sparse_attention
 from pcp_passes.options import PcpOptions
@@ -59,6 +62,8 @@ def prepare(args: Any) -> PcpOptions | None:
         args: vLLM's ``EngineArgs``; ``additional_config`` and ``compilation_config`` may be updated.
     """
     _refuse_near_miss(args.additional_config)
+    if isinstance(args.additional_config, dict):  # vLLM takes other objects too
+        refuse_fold_on_tp(args.additional_config.get(KEY))
     options = options_of(args.additional_config)
     if options is None:
         return None
@@ -262,17 +267,24 @@ def validate(vllm_config: Any, options: PcpOptions, *, sizes_asked: bool = True)
         reason = sparse.unsharded_sparse_attention(vllm_config)
         if reason:
             raise ConfigError(f"pcp_passes: {reason}")
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            _refuse(vllm_config, (*PARALLEL_REFUSALS, shared_selection))
         if options.mode == "check":
             _require_compiled(vllm_config)
         return
-    for refuse in _REFUSALS:
-        reason = refuse(vllm_config)
-        if reason:
-            raise ConfigError(f"pcp_passes with prefill_context_parallel_size={pcp}: {reason}")
+    _refuse(vllm_config, _REFUSALS)
     _require_compiled(vllm_config)
     if int(vllm_config.compilation_config.mode) == 3:
         cut(vllm_config, (*SPLITTING_OPS, *sparse.splitting_ops(vllm_config)))
         settle_sizes(vllm_config, sizes_asked)
+
+
+def _refuse(vllm_config: Any, refusals: Sequence[Callable[[Any], str | None]]) -> None:
+    pcp = vllm_config.parallel_config.prefill_context_parallel_size
+    for refuse in refusals:
+        reason = refuse(vllm_config)
+        if reason:
+            raise ConfigError(f"pcp_passes with prefill_context_parallel_size={pcp}: {reason}")
 
 
 def _lora(config: Any) -> str | None:
@@ -302,16 +314,6 @@ def _pooling(config: Any) -> str | None:
     if config.model_config.runner_type == "generate":
         return None
     return f"the {config.model_config.runner_type!r} runner is not supported; use runner='generate'."
-
-
-def _pipeline_parallel(config: Any) -> str | None:
-    size = config.parallel_config.pipeline_parallel_size
-    return None if size == 1 else f"pipeline_parallel_size={size} is not supported yet; set it to 1."
-
-
-def _data_parallel(config: Any) -> str | None:
-    size = config.parallel_config.data_parallel_size
-    return None if size == 1 else f"data_parallel_size={size} is not supported yet; set it to 1."
 
 
 def _kv_transfer(config: Any) -> str | None:
@@ -357,13 +359,15 @@ _REFUSALS: tuple[Callable[[Any], str | None], ...] = (
     _multimodal,
     _pooling,
     _lora,
+    *PARALLEL_REFUSALS,
     draft_method,
     draft_modules,
     draft_cache,
     draft_counts,
     sparse_attention,
-    _pipeline_parallel,
-    _data_parallel,
+    shared_selection,
+    spread_experts,
+    device_affinity,
     _kv_transfer,
     graph_mode,
     graph_drafter,

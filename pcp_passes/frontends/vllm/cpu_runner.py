@@ -2,14 +2,16 @@
 """Run vLLM's Model Runner V2 on a machine without a GPU. For tests and demonstrations only.
 
 vLLM refuses this combination: the runner wants Triton and CUDA streams. Nothing of its semantics depends on
-either, so three stand-ins suffice, applied in every process *before vLLM is imported*:
+either, so a few stand-ins suffice, applied in every process *before vLLM is imported*:
 
 1. ``TRITON_INTERPRET=1``: the runner's input kernels run in Triton's interpreter. While vLLM probes Triton, a
    driver that reports itself active is present, and removed again afterwards.
 2. ``torch.cuda`` streams and events become inert objects: CPU work is already in order.
 3. Mode 3 (``VllmBackend``, the piecewise split) is kept when asked for. vLLM's CPU platform turns it into mode 2,
-   and its post-grad passes name CUDA-only operators; the one that does is left out.
+   and its post-grad passes name CUDA-only operators; the one that does is left out. So with asynchronous
+   scheduling, which that platform switches off as not required.
 4. Piecewise CUDA graphs, when asked for, are a check of what each would have read (:mod:`.cpu_graphs`).
+5. Experts that are spread over ranks are dispatched, routed and combined over gloo (:mod:`.cpu_experts`).
 
 It proves semantics. It does not prove kernels, races, NCCL or graph capture. Production never imports it.
 
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pcp_passes.frontends.vllm import cpu_graphs
+from pcp_passes.frontends.vllm import cpu_experts, cpu_graphs
 from pcp_passes.frontends.vllm.imports import after_import, around_import
 
 SWITCH = "PCP_PASSES_CPU_RUNNER"
@@ -75,6 +77,7 @@ def install() -> None:
         around_import("vllm.triton_utils.importing", _triton_looks_active)
         after_import("vllm.platforms.cpu", _keep_mode_3)
         cpu_graphs.install()
+        cpu_experts.install()
     _installed = True
 
 
@@ -140,7 +143,10 @@ def _keep_mode_3(module: types.ModuleType) -> None:
 
         compilation = vllm_config.compilation_config
         asked, backend, sizes = compilation.mode, compilation.backend, compilation.cudagraph_capture_sizes
+        asynchronous = vllm_config.scheduler_config.async_scheduling
         original(cls, vllm_config)
+        if os.environ.get("PCP_PASSES_CPU_ASYNC"):
+            vllm_config.scheduler_config.async_scheduling = asynchronous
         # Only an explicit mode 3 is kept: the platform's default stays what it is.
         if asked != CompilationMode.VLLM_COMPILE or not os.environ.get("PCP_PASSES_CPU_MODE_3"):
             return

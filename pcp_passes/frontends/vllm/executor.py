@@ -19,11 +19,13 @@ LOOK_S = 2.0
 
 
 def around_init_executor(original: Callable[..., Any], executor: Any) -> Any:
-    """Wraps ``MultiprocExecutor._init_executor``: make the broadcast queue's writer interruptible under PCP."""
+    """Wraps ``MultiprocExecutor._init_executor``: where ranks wait for each other, the broadcast queue's writer can be
+    interrupted."""
     result = original(executor)
     config = executor.vllm_config
     queue = executor.rpc_broadcast_mq
-    if queue is None or config.parallel_config.prefill_context_parallel_size == 1:
+    parallel = config.parallel_config
+    if queue is None or parallel.prefill_context_parallel_size == parallel.pipeline_parallel_size == 1:
         return result
     if options_of(config.additional_config) is not None:
         queue.enqueue = interruptible(queue)

@@ -38,6 +38,13 @@ def refusal(config: Any) -> str | None:
             f"KV transfer through {transfer.kv_connector} is not supported, since it may read the cache while a step "
             f"runs; use {' or '.join(_LAYERWISE)}, or drop kv_transfer_config."
         )
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        return (
+            f"KV transfer over pipeline_parallel_size={stages} stages would publish a prompt's first layers before the "
+            "last stage, and the drafter there, have run it; drop kv_transfer_config, or set pipeline_parallel_size "
+            "to 1."
+        )
     return None
 
 

@@ -117,7 +117,7 @@ def count_after_warm_up(worker: Any) -> None:
 def begin(worker: Any) -> None:
     """Count from now on. One tensor-parallel rank of a PCP rank does it; the others would say the same."""
     global _writer
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
     runtime, folder = runtimes.current(), os.environ.get(FOLDER)
     if runtime is None or folder is None or get_tensor_model_parallel_rank() != 0:
@@ -125,7 +125,11 @@ def begin(worker: Any) -> None:
     speculative = worker.vllm_config.speculative_config
     steps = 0 if speculative is None else int(speculative.num_speculative_tokens)
     acceptance = AcceptanceCounters(steps, floor=runtime.options.acceptance_floor)
-    _writer = RankTotals(Path(folder) / f"rank-{runtime.rank}.npy", runtime.rank, acceptance)
+    stages = get_pp_group()
+    # Of all replicas, also of those that know nothing of each other: they share the folder.
+    stage = worker.vllm_config.parallel_config.data_parallel_index * stages.world_size + stages.rank_in_group
+    number = stage * runtime.pcp + runtime.rank
+    _writer = RankTotals(Path(folder) / f"rank-{number}.npy", runtime.rank, acceptance)
     runtime.observers.append(_writer.step)
     _until_the_process_ends.enter_context(record_collectives(_writer))
 
@@ -198,7 +202,8 @@ class Collector:
 
 
 def read(folder: Path) -> dict[int, list[int]]:
-    """Totals per rank, as :data:`FIELDS` and the draft positions order them."""
+    """Totals per rank, as :data:`FIELDS` and the draft positions order them. Ranks are numbered in the order (dp, pp,
+    pcp), which without replicas and stages is the PCP rank."""
     found = {}
     for path in sorted(folder.glob("rank-*.npy")):
         try:
@@ -225,24 +230,26 @@ def _families(ranks: dict[int, list[int]]) -> Iterator[Any]:
 
     rows, sent = total("rows"), total("bytes")
     steps = {body: total(f"{body}_steps") for body in ("sharded", "replicated")}
-    for body, counts in steps.items():
-        yield counter(f"{body}_steps", f"Steps whose target ran its {body} body.", "rank", counts)
+    for body, ran in steps.items():
+        yield counter(f"{body}_steps", f"Steps whose target ran its {body} body.", "rank", ran)
     yield counter("rows", "Token rows of requests that a rank ran.", "rank", rows)
     yield counter("padding_rows", "Rows added so that every rank has the same count.", "rank", total("padding_rows"))
     yield counter("collectives", "Collectives that a rank took part in.", "rank", total("collectives"))
     yield counter("bytes", "Bytes that a rank contributed to collectives.", "rank", sent)
     per_step = GaugeMetricFamily("vllm:pcp_bytes_per_step", "Bytes that a rank contributed, per step.", labels=["rank"])
     for rank, amount in sent.items():
-        per_step.add_metric([str(rank)], amount / max(1, sum(counts[rank] for counts in steps.values())))
+        per_step.add_metric([str(rank)], amount / max(1, sum(ran[rank] for ran in steps.values())))
     yield per_step
     if any(rows.values()):
-        imbalance = max(total("busiest_rows").values()) * len(rows) / sum(rows.values())
-        yield gauge("row_imbalance", "Rows of the busiest rank over the mean of all ranks, 1 when even.", imbalance)
-    first = ranks.get(0)
-    if first is None or len(first) == len(FIELDS):
+        # Every rank of a group counts the rows of its busiest one.
+        imbalance = sum(total("busiest_rows").values()) / sum(rows.values())
+        text = "Rows of the busiest rank over the mean of its PCP group, 1 when even."
+        yield gauge("row_imbalance", text, imbalance)
+    # Of each replica one rank counts drafts, the others none.
+    counts = [sum(column) for column in zip(*(values[len(FIELDS) :] for values in ranks.values()), strict=True)]
+    drafted, accepted, rounds = counts[: len(counts) // 2], counts[len(counts) // 2 :], sum(total("rounds").values())
+    if not counts:
         return
-    middle = (len(FIELDS) + len(first)) // 2
-    drafted, accepted, rounds = first[len(FIELDS) : middle], first[middle:], first[_AT["rounds"]]
     yield counter("draft_tokens", "Drafts verified.", "position", dict(enumerate(drafted)))
     yield counter("accepted_tokens", "Drafts accepted.", "position", dict(enumerate(accepted)))
     if rounds:

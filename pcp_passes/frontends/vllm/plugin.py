@@ -12,11 +12,13 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 from pcp_passes.errors import ConfigError
 from pcp_passes.frontends.vllm import config as vllm_options
+from pcp_passes.frontends.vllm import placement
 from pcp_passes.frontends.vllm.config_graphs import asks_for_sizes
 from pcp_passes.frontends.vllm.executor import around_init_executor
 from pcp_passes.frontends.vllm.imports import after_import
@@ -46,10 +48,13 @@ def register() -> None:
     after_import("vllm.engine.arg_utils", _hook_engine_arguments)
     after_import("vllm.v1.worker.worker_base", _hook_workers)
     after_import("vllm.v1.executor.multiproc_executor", _hook_executor)
+    after_import(placement.MODULE, placement.count_pcp)
+    after_import("vllm.v1.engine.core", _hook_engine)
+    after_import("vllm.v1.core.sched.scheduler", _hook_scheduler)
 
 
 def _hook_engine_arguments(module: ModuleType) -> None:
-    _wrap(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+    wrap(module.EngineArgs, "create_engine_config", _around_create_engine_config)
     log_as_vllm_does()
 
 
@@ -61,12 +66,24 @@ def _hook_registry(module: Any) -> None:
 
 
 def _hook_executor(module: ModuleType) -> None:
-    _wrap(module.MultiprocExecutor, "_init_executor", around_init_executor)
+    wrap(module.MultiprocExecutor, "_init_executor", around_init_executor)
+
+
+def _hook_engine(module: ModuleType) -> None:
+    from pcp_passes.frontends.vllm import pipeline
+
+    wrap(module.EngineCore, "post_step", pipeline.around_post_step)
+
+
+def _hook_scheduler(module: ModuleType) -> None:
+    from pcp_passes.frontends.vllm import pipeline
+
+    wrap(module.Scheduler, "update_from_output", pipeline.around_update_from_output)
 
 
 def _hook_workers(module: ModuleType) -> None:
-    _wrap(module.WorkerWrapperBase, "init_device", _around_init_device)
-    _wrap(module.WorkerWrapperBase, "shutdown", _around_shutdown)
+    wrap(module.WorkerWrapperBase, "init_device", _around_init_device)
+    wrap(module.WorkerWrapperBase, "shutdown", _around_shutdown)
     log_as_vllm_does()
 
 
@@ -78,10 +95,12 @@ def log_as_vllm_does() -> None:
     ours, theirs = logging.getLogger("pcp_passes"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers and not logging.getLogger().handlers:
         ours.handlers = list(theirs.handlers)
+        ours.propagate = False  # a root handler that is added later would say everything twice
         ours.setLevel(theirs.level)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put ``around`` in front of a method, once: it is called with the original, the object and the arguments."""
     original = getattr(owner, name)
     if hasattr(original, "__pcp_passes_original__"):
         return
@@ -137,29 +156,52 @@ def activate(options: PcpOptions) -> None:
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+    from vllm.v1.worker.gpu_worker import Worker
 
-    from pcp_passes.frontends.vllm import backend, drafting, dspark, graphs, kv_transfer, metrics, versions
+    from pcp_passes.frontends.vllm import backend, drafting, dspark, graphs, kv_transfer, metrics, pipeline, versions
 
     versions.require_signatures(vllm.__version__)
-    _wrap(TargetDependentARSpeculator, "_run_model", drafting.around_draft_forward)
-    _wrap(DFlashSpeculator, "_run_model", dspark.around_block_forward)
-    _wrap(GPUModelRunner, "sample_tokens", metrics.around_sample_tokens)
-    _wrap(AsyncOutput, "get_output", metrics.around_get_output)
-    _wrap(ActiveKVConnector, "pre_forward", kv_transfer.around_pre_forward)
-    _wrap(VllmBackend, "__call__", backend.around_vllm_backend)
-    _wrap(GPUModelRunner, "__init__", _around_runner_init)
-    _wrap(GPUModelRunner, "load_model", _around_load_model)
+    wrap(TargetDependentARSpeculator, "_run_model", drafting.around_draft_forward)
+    wrap(DFlashSpeculator, "_run_model", dspark.around_block_forward)
+    wrap(Worker, "execute_model", pipeline.around_execute_model)
+    wrap(GPUModelRunner, "sample_tokens", pipeline.around_sample_tokens)
+    wrap(AsyncOutput, "get_output", metrics.around_get_output)
+    wrap(ActiveKVConnector, "pre_forward", kv_transfer.around_pre_forward)
+    wrap(VllmBackend, "__call__", backend.around_vllm_backend)
+    wrap(GPUModelRunner, "__init__", _around_runner_init)
+    wrap(GPUModelRunner, "load_model", _around_load_model)
+    _ship_rounds()
     if options.mode != "rewrite":
         return
     _accept_paged_backends()
-    _wrap(GPUModelRunner, "sample", drafting.around_sample)
-    _wrap(TargetDependentARSpeculator, "propose", drafting.around_propose)
-    _wrap(DFlashSpeculator, "propose", drafting.around_block_propose)
-    _wrap(GPUModelRunner, "capture_model", graphs.around_capture_model)
-    _wrap(ModelCudaGraphManager, "capture", graphs.around_target_capture)
-    _wrap(SpeculatorCudaGraphManager, "capture", graphs.around_draft_capture)
+    wrap(GPUModelRunner, "sample", drafting.around_sample)
+    wrap(TargetDependentARSpeculator, "propose", drafting.around_propose)
+    wrap(DFlashSpeculator, "propose", drafting.around_block_propose)
+    wrap(GPUModelRunner, "capture_model", graphs.around_capture_model)
+    wrap(ModelCudaGraphManager, "capture", graphs.around_target_capture)
+    wrap(SpeculatorCudaGraphManager, "capture", graphs.around_draft_capture)
     if not isinstance(vars(GPUModelRunner)["pcp_manager_cls"], _ManagerClass):
         GPUModelRunner.pcp_manager_cls = _ManagerClass(vars(GPUModelRunner)["pcp_manager_cls"])
+
+
+def _ship_rounds() -> None:
+    """Where there are no streams, our rounds take the place of vLLM's broadcasts between stages. They fit the form that
+    these have in 0.32; vLLM 0.33 keeps its own."""
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import model_runner
+
+    original = model_runner.PPHandler
+    known = vllm.__version__.startswith("0.32") and isinstance(original, type)
+    if not current_platform.is_cpu() or not known:
+        return
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        from pcp_passes.frontends.vllm import rounds, runtime
+
+        return (original if runtime.current() is None else rounds.RoundHandler)(*args, **kwargs)
+
+    model_runner.PPHandler = handler
 
 
 class _ManagerClass(property):
@@ -203,13 +245,14 @@ def _around_runner_init(original: Callable[..., Any], runner: Any, vllm_config: 
 
 
 def _around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    from pcp_passes.frontends.vllm import drafting, runtime
+    from pcp_passes.frontends.vllm import drafting, pipeline, runtime
 
     current = runtime.current()
     rewrites = current is not None and (current.pcp > 1 or current.options.mode == "check")
     if rewrites:
         drafting.compile_draft_class(runner.vllm_config)
-    result = original(runner, *args, **kwargs)
+    with nullcontext() if current is None else pipeline.draft_embedding_watched(runner.vllm_config):
+        result = original(runner, *args, **kwargs)
     if rewrites:
         drafting.require_compiled(runner)
     if current is not None:

@@ -9,12 +9,11 @@ step of the target.
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,8 +21,10 @@ import torch.distributed as dist
 
 from pcp_passes.collectives import bind_axis
 from pcp_passes.distributed import Heartbeat, open_store, require_agreement
-from pcp_passes.distributed.store import Store
+from pcp_passes.distributed.store import Store, TCPStore
 from pcp_passes.errors import ConfigError
+from pcp_passes.frontends.vllm.config_parallel import mesh_of
+from pcp_passes.mesh.axes import Mesh
 from pcp_passes.options import PcpOptions
 from pcp_passes.passes import PassContext, body_pipeline
 from pcp_passes.report import RewriteReport
@@ -43,6 +44,9 @@ class Runtime:
     Attributes:
         pcp: size of the PCP group.
         rank: this worker's rank in it.
+        stages: pipeline stages.
+        answers: whether the engine waits for what this worker returns; it asks one only.
+        name: this worker's place in the mesh, for messages.
         variants: per role, the body that its next forward enters. ``sharded`` until a plan says otherwise, so that
             profile and warm-up runs, which no manager prepares, issue the same collectives on every rank.
         role: whose forward is running; a graph captured meanwhile belongs to it.
@@ -57,6 +61,9 @@ class Runtime:
     options: PcpOptions
     pcp: int
     rank: int
+    stages: int = 1
+    answers: bool = True
+    name: str = "this rank"
     variants: dict[Role, Variant] = field(default_factory=lambda: {"target": "sharded", "drafter": "sharded"})
     role: Role = "target"
     store: Store | None = None
@@ -109,7 +116,7 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
         RankMismatch: when the ranks were started with different options.
     """
     global _current
-    from vllm.distributed.parallel_state import get_pcp_group
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
     group = get_pcp_group()
     asked = vllm_config.parallel_config.prefill_context_parallel_size
@@ -118,21 +125,29 @@ def start(options: PcpOptions, vllm_config: Any) -> Runtime:
             f"the PCP group has {group.world_size} ranks but prefill_context_parallel_size is {asked}; "
             "start as many workers as TP x PP x PCP asks for."
         )
+    stages = get_pp_group()
     runtime = Runtime(
         options=options,
         pcp=group.world_size,
         rank=group.rank_in_group,
+        stages=stages.world_size,
+        answers=stages.is_last_rank and group.rank_in_group == 0 and get_tp_group().rank_in_group == 0,
         inductor_config=dict(vllm_config.compilation_config.inductor_compile_config),
     )
     _current = runtime
-    if group.world_size == 1:
+    if group.world_size == stages.world_size == 1:
         return runtime
+    if group.world_size > 1:
+        _bind(group)
+    _watch(runtime, group, mesh_of(vllm_config))
+    return runtime
+
+
+def _bind(group: Any) -> None:
     # On CPU, vLLM's expert layers are traced down to their collectives. As operations of vLLM's they end before they
     # return; as PyTorch's functional ones, Inductor (2.13) lets the router read a gathered buffer before it is awaited.
     group.use_custom_op_call = True
     bind_axis(AXIS, lambda rows: group.all_gather(rows, dim=0))
-    _watch(runtime, group)
-    return runtime
 
 
 def forget() -> None:
@@ -155,45 +170,60 @@ def build_id(options: PcpOptions, pcp: int) -> str:
     return body_pipeline(pack=options.gather.pack).uuid(context, options.layout, asdict(options))
 
 
-def _address_of_first_rank(runtime: Runtime, bootstrap: Store, name: str) -> str:
+def _address_of_first_rank(rank: int, bootstrap: Store, name: str, timeout_s: float) -> str:
     """Where the group's store is served: on its rank 0, which need not be the machine of the world's rank 0."""
     from vllm.utils.network_utils import get_ip
 
     key, machine = f"pcp_passes/{name}/address", socket.gethostname()
-    if runtime.rank == 0:
+    if rank == 0:
         bootstrap.set(key, f"{machine} {get_ip()}")
         return "127.0.0.1"
-    bootstrap.wait([key], timedelta(seconds=runtime.options.agreement_s))
+    bootstrap.wait([key], timedelta(seconds=timeout_s))
     where, address = bootstrap.get(key).decode().split()
     return "127.0.0.1" if where == machine else address
 
 
-def _watch(runtime: Runtime, group: Any) -> None:
+def _watch(runtime: Runtime, group: Any, mesh: Mesh) -> None:
+    """Ranks of a PCP group compare graphs. All ranks that wait for each other anywhere compare options and listen for
+    each other's heartbeat: the stages of an engine, and with experts the replicas in lockstep, which is what vLLM puts
+    into one world."""
     import torch
     import vllm
 
     bootstrap = dist.distributed_c10d._get_default_store()
-    name = f"{group.unique_name}/{group.ranks}"
-    connect = functools.partial(
-        open_store,
-        _address_of_first_rank(runtime, bootstrap, name),
-        rank=runtime.rank,
-        world=runtime.pcp,
-        bootstrap=bootstrap,
-        timeout_s=runtime.options.agreement_s,
-    )
-    runtime.store = connect(name=f"{name}/agreement")
+    timeout_s = runtime.options.agreement_s
+
+    def connect(rank: int, world: int, name: str, purpose: str) -> TCPStore:
+        address = _address_of_first_rank(rank, bootstrap, name, timeout_s)
+        name = f"{name}/{purpose}"
+        return open_store(address, rank=rank, world=world, bootstrap=bootstrap, timeout_s=timeout_s, name=name)
+
+    if runtime.pcp > 1:
+        name = f"{group.unique_name}/{group.ranks}"
+        runtime.store = connect(runtime.rank, runtime.pcp, name, "agreement")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = mesh if mesh.world_size == world else replace(mesh, dp=max(world // mesh.engine_size, 1))
+    runtime.name = f"rank {rank} ({mesh.coordinates(rank)})"
     runtime.heartbeat = Heartbeat(
-        connect(name=f"{name}/heartbeat"), rank=runtime.rank, world=runtime.pcp, silence_s=runtime.options.silence_s
+        connect(rank, world, "world", "heartbeat"),
+        rank=rank,
+        world=world,
+        silence_s=runtime.options.silence_s,
+        name_of=lambda other: f"pcp rank {other}" if mesh.pcp == world else f"rank {other} ({mesh.coordinates(other)})",
     )
     runtime.heartbeat.start()
-    runtime.agree(
-        "options",
-        {
+    require_agreement(
+        connect(rank, world, "world", "options"),
+        rank=rank,
+        world=world,
+        topic="options",
+        facts={
             "options": runtime.options.digest(),
             "build": build_id(runtime.options, runtime.pcp),
             "torch": torch.__version__,
             "vllm": vllm.__version__,
         },
+        texts={},
+        timeout_s=timeout_s,
     )
-    logger.info("pcp_passes: rank %d of %d ready, options %s", runtime.rank, runtime.pcp, runtime.options)
+    logger.info("pcp_passes: %s ready, PCP rank %d, options %s", runtime.name, runtime.rank, runtime.options)

@@ -71,6 +71,7 @@ class Session:
     model: str
     groups: tuple[Group, ...]
     pcp: int = 1
+    pp: int = 1
     options: dict[str, Any] | None = field(default_factory=dict)
     mode: int = 2
     backend: str = "inductor"
@@ -93,8 +94,9 @@ class Session:
             "model": self.model,
             "dtype": "float32" if self.cpu else "auto",
             "prefill_context_parallel_size": self.pcp,
+            "pipeline_parallel_size": self.pp,
             "compilation_config": compilation,
-            "distributed_executor_backend": "mp" if self.pcp > 1 else None,
+            "distributed_executor_backend": "mp" if self.pcp * self.pp > 1 else None,
             "skip_tokenizer_init": all(not isinstance(r.prompt, str) for g in self.groups for r in g.requests),
         }
         if self.options is not None:
@@ -103,13 +105,15 @@ class Session:
 
     def environment(self) -> dict[str, str]:
         """The child's environment."""
-        cores = self.cores or tuple(core % (os.cpu_count() or 1) for core in range(self.pcp))
+        cores = self.cores or tuple(core % (os.cpu_count() or 1) for core in range(self.pcp * self.pp))
         env = dict(os.environ)
         if self.cpu:
             env |= cpu_runner.environment(cores=cores)
             env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
             if self.mode == 3:
                 env["PCP_PASSES_CPU_MODE_3"] = "1"
+            if self.engine.get("async_scheduling"):
+                env["PCP_PASSES_CPU_ASYNC"] = "1"
             if self.compilation.get("cudagraph_mode", "NONE") != "NONE":
                 env[cpu_graphs.SWITCH] = "1"
             # The scheduler runs in the child itself: one process, and one import of vLLM, less.
@@ -184,8 +188,10 @@ def run(session: Session, *, timeout_s: float = 300.0, progress: Callable[[str],
         if not events or events[-1]["event"] != "done":
             text = log.read_text(errors="replace")
             # The reason for which a rank gave up may be far above what its end set off.
-            ours = [line for line in text.splitlines()[:-40] if "pcp_passes" in line or " is lost: " in line][-5:]
-            tail = "\n".join([*ours, text[-6000:]])
+            above = text.splitlines()[:-40]
+            lost = [line for line in above if " is lost: " in line][:3]
+            ours = [line for line in above if "pcp_passes" in line and line not in lost][-5:]
+            tail = "\n".join([*lost, *ours, text[-6000:]])
             why = f"outlasted {timeout_s:.0f} s" if timed_out else f"ended with exit status {code}"
             finished = _result(events) if any(event["event"] == "started" for event in events) else None
             raise EngineFailed(f"the vLLM engine {why}. The end of its log:\n{tail}", finished, last_s)
@@ -232,7 +238,7 @@ def _main() -> None:
     emit("importing vllm")
     from vllm import LLM
 
-    emit(f"starting pcp={session.pcp}")
+    emit(f"starting pcp={session.pcp}" + (f" pp={session.pp}" if session.pp > 1 else ""))
     llm = LLM(**session.engine_arguments())
     emit("started", seconds=time.perf_counter() - begin)
     for index, group in enumerate(session.groups):

@@ -41,12 +41,15 @@ class Symbol:
 
 _MANAGER = "vllm.v1.worker.gpu.pcp_manager"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_STAGES = "vllm.v1.worker.gpu.pp_utils"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 
 SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config", {"": ("self", "usage_context", "headless")}),
     Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", {"": ("self",)}),
     Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.shutdown", {"": ("self",)}),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.execute_model", {"": ("self", "scheduler_output")}),
     Symbol("vllm.v1.executor.multiproc_executor", "MultiprocExecutor._init_executor", {"": ("self",)}),
     Symbol(
         "vllm.distributed.device_communicators.shm_broadcast",
@@ -201,7 +204,51 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("vllm.compilation.monitor", "set_cudagraph_capturing_enabled", {"": ("enabled",)}),
     Symbol("vllm.compilation.partition_rules", "should_split", {"": ("node", "splitting_ops")}),
+    Symbol(
+        _RUNNER,
+        "GPUModelRunner.execute_model",
+        {
+            "": (
+                "self",
+                "scheduler_output",
+                "intermediate_tensors",
+                "dummy_run",
+                "skip_attn_for_dummy_run",
+                "is_profile",
+                "context_len",
+                "valid_dummy_state_slots",
+                "randomize_inputs",
+            )
+        },
+    ),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", {"": ("self", "grammar_output")}),
+    Symbol(_RUNNER, "GPUModelRunner.take_draft_token_ids", {"": ("self",)}),
+    Symbol(_STAGES, "compute_need_sampled_mask", {"": ("input_batch",)}),
+    Symbol("vllm.v1.engine.core", "EngineCore.post_step", {"": ("self", "model_executed")}),
+    Symbol(_SCHEDULER, "Scheduler.update_from_output", {"": ("self", "scheduler_output", "model_runner_output")}),
+    Symbol(_SCHEDULER, "Scheduler.update_draft_token_ids", {"": ("self", "draft_token_ids")}),
+    # Taken over on CPU alone, where nothing newer than 0.32 was executed.
+    Symbol(_STAGES, "PPHandler.__init__", {"": ("self", "max_num_reqs", "num_speculative_steps", "device")}),
+    Symbol(
+        _STAGES,
+        "PPHandler.get_prev_sampled_outputs",
+        {"0.33": ("self",), "0.32": ("self", "draft_tokens_to_update")},
+    ),
+    Symbol(
+        _STAGES,
+        "PPHandler.receive",
+        {"0.33": ("self", "input_batch", "recv_drafts"), "0.32": ("self", "input_batch")},
+    ),
+    Symbol(
+        _STAGES,
+        "PPHandler.broadcast",
+        {"": ("self", "sampled_token_ids", "num_sampled", "num_rejected", "input_batch")},
+    ),
+    Symbol(
+        _STAGES,
+        "PPHandler.broadcast_drafts",
+        {"0.33": ("self", "draft_tokens"), "0.32": ("self", "draft_tokens", "input_batch")},
+    ),
     Symbol("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output", {"": ("self",)}),
     Symbol(
         "vllm.v1.worker.gpu.kv_connector",

@@ -26,7 +26,7 @@ from pcp_passes.ir.opaque import Layer, UnknownOp, UnknownValue, UnreadConstant
 from pcp_passes.ir.parsing.lexer import Size
 from pcp_passes.ir.parsing.syntax import Ref, Statement, read_statements
 from pcp_passes.ir.parsing.types import Absent, Kind, Named, Placed, TensorType, Word
-from pcp_passes.ir.placements import Placement, RankMajor, Replicate, Shard, Tied
+from pcp_passes.ir.placements import Partial, Placement, RankMajor, Replicate, Shard, Tied
 from pcp_passes.ir.printer import DTYPES, constant_digest, type_text
 from pcp_passes.ir.symbols import Symbols, layer_object
 
@@ -326,7 +326,7 @@ def _placement_classes() -> dict[str, Any]:
     import pcp_passes.aten.experts  # noqa: F401  (defines the tied placements)
 
     tied = {cls.__name__.lower(): cls for cls in Tied.__subclasses__()}
-    return {"shard": Shard, "rank_major": RankMajor, "replicate": Replicate, **tied}
+    return {"shard": Shard, "rank_major": RankMajor, "replicate": Replicate, "partial": Partial, **tied}
 
 
 def _holds_tensor(kind: Any) -> bool:

@@ -51,7 +51,7 @@ class Placed:
     values: tuple[int | str, ...] = ()
 
 
-_UNIQUE_PLACEMENTS = frozenset({"rank_major", "replicate"})
+_UNIQUE_PLACEMENTS = frozenset({"rank_major", "replicate", "partial"})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pcp_passes.ir import invariants
 from pcp_passes.ir.invariants import LOWERED, NO_NEW_ALIAS, ORDER_KNOWN, PADDING_DEFINED, PLACED
 from pcp_passes.passes.base import Note, PassContext, PassResult, note
 from pcp_passes.passes.pipeline import Observer, Pipeline
-from pcp_passes.piecewise.checks import PIECEWISE
+from pcp_passes.piecewise.invariants import PIECEWISE
 from pcp_passes.piecewise.pieces import Collectives
 from pcp_passes.piecewise.split import NAME, cut_body
 

@@ -13,7 +13,7 @@ from pcp_passes.ir.token_markers import is_restore
 from pcp_passes.passes.base import PassContext, PassResult
 from pcp_passes.passes.steps.edits import insert
 from pcp_passes.step import ops
-from pcp_passes.step.checks import RESTORES_LOWERED
+from pcp_passes.step.invariants import RESTORES_LOWERED
 
 
 @dataclass(frozen=True)

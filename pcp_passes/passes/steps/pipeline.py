@@ -15,7 +15,7 @@ from pcp_passes.passes.steps.regather_block_tables import RegatherBlockTables
 from pcp_passes.passes.steps.share_topk import ShareTopK
 from pcp_passes.passes.steps.shift_draft_inputs import ShiftDraftInputs
 from pcp_passes.passes.steps.sink_restores import SinkRestores
-from pcp_passes.step.checks import OF_STEPS, ON_STEPS
+from pcp_passes.step.invariants import OF_STEPS, ON_STEPS
 
 STEP: tuple[Pass, ...] = (
     ShareTopK(),            # (share_topk="owner") first: it is a selection in global order, like those it is sunk with

@@ -17,8 +17,8 @@ from pcp_passes.passes.base import PassContext, PassResult
 from pcp_passes.passes.steps.edits import after, given, insert
 from pcp_passes.step import ops
 from pcp_passes.step.calls import BodyCall
-from pcp_passes.step.checks import BUFFERS_IN_ORDER, OPERANDS_FIT, RESTORES_LOWERED
 from pcp_passes.step.inputs import PLAN_INPUTS
+from pcp_passes.step.invariants import BUFFERS_IN_ORDER, OPERANDS_FIT, RESTORES_LOWERED
 from pcp_passes.step.placement import GLOBAL, LOCAL, PLAN_PLACEMENTS, body_of, row_operands
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from pcp_passes.passes.base import PassContext, PassResult
 from pcp_passes.passes.steps.edits import insert
 from pcp_passes.step import ops
-from pcp_passes.step.checks import BUFFERS_IN_ORDER
+from pcp_passes.step.invariants import BUFFERS_IN_ORDER
 from pcp_passes.step.placement import late_reads
 
 

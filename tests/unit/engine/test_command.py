@@ -27,7 +27,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     load = generate_embedded._load
     monkeypatch.setattr(generate_embedded, "_load", lambda folder, dtype: (glm_hf(), *load(folder, dtype)[1:]))
     kept = {"mtp": lambda: glm_models(1), "none": lambda: (glm_models(1)[0], None)}
-    monkeypatch.setattr(generate_embedded, "_capture", lambda model, folder, drafter: kept[drafter]())
+    monkeypatch.setattr(generate_embedded, "_capture", lambda model, folder, drafter, own: kept[drafter]())
 
 
 def command(*more: str) -> tuple[int, dict]:  # type: ignore[type-arg]
@@ -39,14 +39,14 @@ def command(*more: str) -> tuple[int, dict]:  # type: ignore[type-arg]
 def test_both_sides_agree_and_are_counted() -> None:
     code, found = command("--pcp", "2", "--drafter", "mtp", "--steps", "3")
     assert code == 0 and found["tokens_equal"] and found["max_logprob_diff"] < 1e-9
-    one, two = found["sides"]["1"], found["sides"]["2"]
+    one, two = found["sides"]["one"], found["sides"]["many"]
     assert one["bytes"] == 0 and two["bytes"] > 0 and two["sharded_steps"] == 1
     assert len(two["rows_per_rank"]) == 2 and one["acceptance"] == two["acceptance"]
     assert one["acceptance"]["drafted"] > 0
     code, plain = command("--pcp", "2", "--graph-mode", "full_and_piecewise")
-    assert code == 0 and plain["text"] == found["text"] and plain["sides"]["1"]["acceptance"]["drafted"] == 0
-    hits = plain["sides"]["2"]["graph_hits"]
-    assert not plain["sides"]["1"]["graph_hits"] and not found["sides"]["2"]["graph_hits"]
+    assert code == 0 and plain["text"] == found["text"] and plain["sides"]["one"]["acceptance"]["drafted"] == 0
+    hits = plain["sides"]["many"]["graph_hits"]
+    assert not plain["sides"]["one"]["graph_hits"] and not found["sides"]["many"]["graph_hits"]
     assert hits.pop("target.replicated full 1x1") == 11 and set(hits.values()) == {1}, "one prefill, then decodes"
 
 
@@ -91,3 +91,45 @@ def test_the_example_runs() -> None:
     assert done.returncode == 0, done.stderr
     assert "first step: 64 tokens, (16, 16, 16, 16) rows per rank" in done.stdout
     assert "equal on 1 and 4 ranks" in done.stdout
+
+
+def test_a_mesh_is_compared_replica_by_replica() -> None:
+    mesh = ("--pcp", "2", "--dp", "2", "--expert-parallel")
+    code, found = command(*mesh, "--drafter", "mtp", "--steps", "2")
+    assert code == 0 and found["tokens_equal"] and found["max_logprob_diff"] < 1e-9
+    one, many = found["sides"]["one"], found["sides"]["many"]
+    assert (one["mesh"], many["mesh"]) == ("PCP=1", "DP2xPCP2")
+    assert many["bytes"] > 0, "experts meet"
+    assert many["replicas"] == one["replicas"] * 2, "the tokens of every replica are told"
+    code, found = command("--pcp", "1", "--pp", "2")
+    assert code == 0 and found["sides"]["many"]["mesh"] == "PP2" and found["tokens_equal"]
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_embedded, "_load", lambda *given: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match="pp=9 stages need a layer each, and the model has"):
+        compare_embedded(str(CHECKPOINT), "import", pp=9)
+
+
+def test_another_replica_that_differs_is_shown() -> None:
+    honest = compare_embedded(str(CHECKPOINT), "import", max_tokens=4, pcp=1, dp=2, expert_parallel=True)
+    assert honest.tokens_equal and len(honest.many.others) == 1
+    wrong = dataclasses.replace(honest.many.others[0], tokens=(1, *honest.many.others[0].tokens[1:]))
+    many = dataclasses.replace(honest.many, others=(wrong,))
+    assert not dataclasses.replace(honest, many=many).tokens_equal
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (("--pp", "2", "--drafter", "mtp"), "embedding"),
+        (("--expert-parallel", "--graph-mode", "piecewise"), "graph_mode"),
+        (("--pp", "9"), "pp=9"),
+    ],
+)
+def test_a_mesh_that_cannot_run_is_refused_in_a_sentence(more: tuple[str, ...], text: str) -> None:
+    given = ["generate", str(CHECKPOINT), "--engine", "embedded", "--max-tokens", "2", *more]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code != 0 and text in (done.output + str(done.exception))
+    of_vllm = CliRunner().invoke(app, ["generate", str(CHECKPOINT), "--dp", "2"])
+    assert of_vllm.exit_code != 0 and "--engine embedded" in (of_vllm.output + str(of_vllm.exception))

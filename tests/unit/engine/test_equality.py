@@ -12,8 +12,8 @@ import torch
 from pcp_passes.engine.bodies import keeping_double
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import RequestOutput
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import RankMismatch
 from pcp_passes.step import StepProgram, ops
 from tests import engine_schedules as schedules

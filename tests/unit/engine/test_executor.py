@@ -12,8 +12,11 @@ from pcp_passes.engine.dummies import dummy_batch
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
 from pcp_passes.engine.request import Entry, Request, ScheduledBatch
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import ConfigError
+from tests import steps as small
 from tests.engine_double import EMPTY, ArithmeticExecutor, reference
+from tests.mesh_programs import mesh_program
 
 OPTIONS = EngineOptions(block_size=4, num_blocks=64, max_len=48, max_requests=4, budget=16)
 
@@ -158,3 +161,49 @@ def test_a_request_longer_than_its_block_table_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"reaches {held + 1} tokens.*holds {held} .*raise max_len"):
         executor.load(ScheduledBatch(0, (Entry(request, 0, 0, held - 3, 4, 0, True, -1),)))
     executor.load(ScheduledBatch(0, (Entry(request, 0, 0, held - 4, 4, 0, True, -1),)))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_profiled_step_depends_on_no_request_that_was_there(steps: int) -> None:
+    """Its rows belonged to a request as long as the block table: positions on top of it have no column."""
+    options = EngineOptions(block_size=4, max_len=48, max_requests=3, budget=32, num_blocks=64)
+    engine = Engine(SimulatedExecutor(small.program(1, steps), options))
+    engine.add_request([1] * 40, SamplingParams(max_tokens=8))
+    engine.run()
+    fresh = Engine(SimulatedExecutor(small.program(1, steps), options))
+    used, new = engine.profile(32), fresh.profile(32)
+    assert used is not None and new is not None and used.sampled.shape == new.sampled.shape
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("left", [1, 3])
+def test_an_engine_that_was_left_leaves_nothing_to_the_next(pp: int, left: int) -> None:
+    options = EngineOptions(block_size=4, max_len=48, max_requests=3, budget=32, num_blocks=64, pp=pp)
+    params = SamplingParams(max_tokens=6)
+
+    def tokens(engine: Engine) -> tuple[int, ...]:
+        name = engine.add_request([5, 6, 7], params)
+        return engine.run()[name].tokens
+
+    executor = SimulatedExecutor(mesh_program(1, 2, 2), options)
+    old = Engine(executor)
+    old.add_request([5] * 20, SamplingParams(max_tokens=8))
+    for _ in range(left):
+        old.step()
+    assert tokens(Engine(executor)) == tokens(Engine(SimulatedExecutor(mesh_program(1, 2, 2), options)))
+    with pytest.raises(ConfigError, match="a later engine was made on this executor"):
+        old.step()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_loaded_batch_that_runs_twice_advances_once(pp: int) -> None:
+    options = EngineOptions(block_size=4, max_len=48, max_requests=3, budget=32, num_blocks=64, pp=pp)
+    found = []
+    for again in (False, True):
+        engine = Engine(SimulatedExecutor(mesh_program(1, 2, 2), options))
+        name = engine.add_request([1] * 9, SamplingParams(max_tokens=5))
+        engine.step()
+        if again:
+            engine.executor.execute(engine._in_flight[0].batch)
+        found.append(engine.run()[name].tokens)
+    assert found[0] == found[1]

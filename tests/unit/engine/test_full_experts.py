@@ -12,8 +12,8 @@ from torch import fx, nn
 from pcp_passes.engine.bodies import Model, make_bodies, prepare
 from pcp_passes.engine.executor import Executor
 from pcp_passes.engine.options import EngineOptions
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.requirements import require_full_graphs
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import ConfigError
 from pcp_passes.paged import experts
 from pcp_passes.passes import PassContext

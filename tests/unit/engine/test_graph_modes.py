@@ -20,7 +20,8 @@ from pcp_passes.engine.dummies import dummy_batch
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.graphs import GraphPlanner, make_buckets
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import GroupExecutor, SimulatedExecutor
+from pcp_passes.engine.ranks import GroupExecutor
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import ConfigError, GraphError
 from pcp_passes.layout import Batch
 from pcp_passes.piecewise.replayer import GraphMode

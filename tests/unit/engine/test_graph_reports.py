@@ -12,7 +12,7 @@ from pcp_passes.engine.dummies import dummy_batch
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.graphs import STALE, make_buckets
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import ConfigError
 from tests import steps as small
 from tests.engine_double import VOCAB, ArithmeticExecutor

@@ -28,6 +28,11 @@ from tests.engine_double import ArithmeticExecutor
         ("pcp", True, "pcp must be an integer"),
         ("long_prefill_threshold", -1, "at least 0, found -1"),
         ("silence_s", 60.0, "4 to 25 seconds"),
+        ("silence_s", None, "4 to 25 seconds.*found None"),
+        ("expert_parallel", "no", "expert_parallel must be True or False, found 'no'"),
+        ("fold_on_tp", 1, "fold_on_tp must be True or False, found 1"),
+        ("prefix_cache", "off", "prefix_cache must be True or False"),
+        ("check_ranks", 0, "check_ranks must be True or False"),
         ("long_prefill_threshold", "16", "long_prefill_threshold must be an integer, a number of tokens, found '16'"),
         ("workspace_bytes", 1e9, "workspace_bytes must be an integer, a number of bytes, found 1000000000.0"),
         ("workspace_bytes", "256M", "workspace_bytes must be an integer, a number of bytes, found '256M'"),
@@ -82,14 +87,19 @@ def test_every_option_is_part_of_the_agreement() -> None:
         "prefix_cache": False,
         "acceptance_floor": 0.5,
         "check_ranks": False,
+        "expert_parallel": True,
     }
     for field in dataclasses.fields(EngineOptions):
         if field.name == "fast_prefill":
             continue  # one accepted value
         if field.name.startswith("graph"):
             continue  # below
+        if field.name in ("tp", "fold_on_tp"):
+            continue  # below
         value = other.get(field.name, getattr(base, field.name) + 1 if field.name not in other else None)
         assert dataclasses.replace(base, **{field.name: value}).digest() != base.digest(), field.name
+    two = dataclasses.replace(base, pcp=2)
+    assert dataclasses.replace(two, tp=2, fold_on_tp=True).digest() != two.digest()
     graphed = dataclasses.replace(base, graph_mode="piecewise")
     assert graphed.digest() != base.digest()
     graphs: dict[str, Any] = {
@@ -122,3 +132,27 @@ def test_every_option_is_part_of_the_agreement() -> None:
 def test_what_graphs_cannot_be_is_refused(field: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineOptions(graph_mode="piecewise", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"dp": 0}, "dp must be an integer of at least 1"),
+        ({"pp": 1.5}, "pp must be an integer of at least 1"),
+        ({"tp": 2}, "set fold_on_tp=True"),
+        ({"tp": 4, "pcp": 2, "fold_on_tp": True}, "fold_on_tp"),
+        ({"expert_parallel": True, "graph_mode": "piecewise"}, "drop expert_parallel"),
+        ({"pp": 2, "graph_mode": "full_and_piecewise"}, "or pp=1"),
+    ],
+)
+def test_meshes_that_cannot_run_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        EngineOptions(**given)
+
+
+def test_the_mesh_of_an_engine() -> None:
+    whole = EngineOptions(dp=2, pp=3, pcp=2, expert_parallel=True)
+    assert whole.mesh.world_size == 12 and whole.mesh.ep == 4 and whole.lockstep
+    assert not EngineOptions(dp=2).lockstep and not EngineOptions(pcp=2, expert_parallel=True).lockstep
+    folded = EngineOptions(pcp=2, tp=2, fold_on_tp=True)
+    assert folded.mesh.world_size == 2, "no device is added"

@@ -17,8 +17,8 @@ from pcp_passes.engine import bodies
 from pcp_passes.engine.bodies import Model, make_bodies, prepare
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.requirements import require_kernels
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import ConfigError
 from pcp_passes.ir import meta, rules
 from pcp_passes.paged import records

@@ -13,9 +13,9 @@ from pcp_passes.engine import executor as executor_module
 from pcp_passes.engine.dummies import dummy_batch
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import Entry, Request, ScheduledBatch
 from pcp_passes.engine.scheduler import Scheduler
+from pcp_passes.engine.simulated import SimulatedExecutor
 from tests import steps as small
 from tests.unit.engine_faults.world import engine_run, schedule, verdict
 

@@ -18,7 +18,7 @@ from pcp_passes.paged import AttentionInputs
 from pcp_passes.passes.base import PassContext
 from pcp_passes.step import StepProgram, ops
 from pcp_passes.step.calls import BodyCall
-from pcp_passes.step.checks import operands_fit
+from pcp_passes.step.invariants import operands_fit
 from tests import steps as small
 from tests.unit.engine_faults.world import ATOL, difference, reference, replace_op
 

@@ -13,8 +13,8 @@ from torch import fx
 
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
 from pcp_passes.engine.request import ScheduledBatch
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.engine.state import DeviceState
 from pcp_passes.errors import RankMismatch
 from pcp_passes.passes.steps import broadcast_verified as module

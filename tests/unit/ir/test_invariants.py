@@ -18,8 +18,11 @@ from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.markers import reshard_op
 from pcp_passes.ir.placements import RankMajor, Shard
 from pcp_passes.passes import SHARDED, SHARDED_UNPACKED, PassContext
-from pcp_passes.piecewise.checks import OF_SPLITS
-from pcp_passes.step.checks import OF_STEPS
+from pcp_passes.passes.bodies.dispatch_experts import DISPATCHED
+from pcp_passes.passes.bodies.split_stages import STAGED
+from pcp_passes.passes.steps.keep_stage import STAGE_FITS
+from pcp_passes.piecewise.invariants import OF_SPLITS
+from pcp_passes.step.invariants import OF_STEPS
 from tests import toy, toy_runs
 
 pytestmark = pytest.mark.unit
@@ -196,7 +199,10 @@ RED: list[tuple[str, Callable[[fx.GraphModule], None], str]] = [
 ]
 
 
-OF_BODIES = set(invariants.INVARIANTS) - OF_STEPS - OF_SPLITS  # see tests/unit/{passes/test_step_passes,piecewise}
+OF_MESHES = {DISPATCHED, STAGED, STAGE_FITS}
+"""Of bodies for several replicas or stages: tests/unit/passes/test_{dispatch_experts,split_stages}.py."""
+# see tests/unit/{passes/test_step_passes,piecewise} for those of step programs and pieces
+OF_BODIES = set(invariants.INVARIANTS) - OF_STEPS - OF_SPLITS - OF_MESHES
 
 
 @pytest.mark.parametrize("kind", ["dense", "latent"])

@@ -8,9 +8,8 @@ from pcp_passes.ir import invariants, meta
 from pcp_passes.ir.rules import CacheWrite, temporary_rule
 from pcp_passes.passes import SHARDED, SHARDED_UNPACKED, LowerReshards, PassContext, PlaceRows
 from pcp_passes.passes.bodies.lower_reshards import SPLIT, SQUEEZE, UNFLATTEN
-from pcp_passes.piecewise.checks import OF_SPLITS
-from pcp_passes.step.checks import OF_STEPS
 from tests import toy, toy_runs
+from tests.unit.ir.test_invariants import OF_BODIES
 
 pytestmark = pytest.mark.unit
 CTX = PassContext(4)
@@ -77,12 +76,7 @@ def test_markers_become_collectives(steps, before, expected) -> None:
     after, results = toy_runs.apply(steps, toy_runs.traced(before, torch.randn(6, 2, 8)), CTX)
     assert toy_runs.structure(after) == toy_runs.structure(toy_runs.traced(expected, torch.randn(6, 2, 8)))
     assert results[-1].rewrites
-    names = (
-        set(invariants.INVARIANTS)
-        - OF_STEPS
-        - OF_SPLITS
-        - ({invariants.COALESCED} if steps is SHARDED_UNPACKED else set())
-    )
+    names = OF_BODIES - ({invariants.COALESCED} if steps is SHARDED_UNPACKED else set())
     invariants.check(names, after.graph, CTX)
     invariants.meta_fresh_full(after.graph, CTX)
 
@@ -135,4 +129,4 @@ def test_a_rule_may_gather_one_operand_only() -> None:
     with temporary_rule("pcp_toy::kv_cache_update", CacheWrite(rows=(1,))):
         after, _ = toy_runs.apply(SHARDED, toy_runs.traced(two_rows, torch.randn(6, 2, 8)), CTX)
         assert [node.target for node in after.graph.nodes].count(all_gather_rows_op) == 1
-        invariants.check(set(invariants.INVARIANTS) - OF_STEPS - OF_SPLITS, after.graph, CTX)
+        invariants.check(OF_BODIES, after.graph, CTX)

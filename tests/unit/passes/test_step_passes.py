@@ -20,7 +20,7 @@ from pcp_passes.passes.steps.regather_block_tables import RegatherBlockTables, r
 from pcp_passes.passes.steps.share_topk import share_topk
 from pcp_passes.passes.steps.shift_draft_inputs import ShiftDraftInputs, shift_draft_inputs
 from pcp_passes.passes.steps.sink_restores import SinkRestores, sink_restores
-from pcp_passes.step import checks, ops
+from pcp_passes.step import invariants, ops
 from tests import steps
 
 pytestmark = pytest.mark.unit
@@ -120,7 +120,7 @@ def test_regather_block_tables_repeats_the_gather_in_front_of_the_first_draft_st
         %draft_query : (i64[sR], i64[sR + 1], i64[sR], i64[sR]) replicate = \
             pcp_step.draft_query(%regathered, %positions_1, %num_sampled, 1, %caches)
         %attention_inputs_1 : AttentionInputs replicate = \
-            pcp_step.attention_inputs(%slots_1, 'replicated', %regathered, %starts, %lengths, %rows)
+            pcp_step.attention_inputs(%slots_1, 'replicated', %regathered, %starts, %lengths, %rows, 1)
     """)
     assert taken == [put[0].replace("%regathered", "%tables"), *(x.replace("%regathered", "%tables") for x in put[1:])]
 
@@ -266,21 +266,21 @@ def test_without_the_regather_drafts_read_foreign_tables_and_the_invariant_names
     alone = steps.run(steps.program(1))
     made = steps.without(steps.program(2), RegatherBlockTables)
     with pytest.raises(InvariantError, match=r"BUFFERS_IN_ORDER(.|\n)*draft_query(.|\n)*after %row_tables"):
-        checks.buffers_in_order(made.sharded.graph, CTX)
+        invariants.buffers_in_order(made.sharded.graph, CTX)
     assert steps.damage(made, alone) > 1e-3
 
 
 def test_without_lowering_a_program_does_not_run() -> None:
     made = steps.without(steps.program(2), LowerStep)
     with pytest.raises(InvariantError, match="RESTORES_LOWERED"):
-        checks.restores_lowered(made.sharded.graph, CTX)
+        invariants.restores_lowered(made.sharded.graph, CTX)
     with pytest.raises(Exception, match="restore markers"):
         steps.run(made)
 
 
 def test_every_intermediate_program_holds_what_must_always_hold() -> None:
     program = steps.program(2, topk=True, share_topk="owner", observers=(VerifyObserver("every"),))
-    assert checks.operands_fit(program.sharded.graph, CTX) is None
+    assert invariants.operands_fit(program.sharded.graph, CTX) is None
 
 
 def test_rank_local_rows_may_not_be_sampled() -> None:
@@ -290,7 +290,7 @@ def test_rank_local_rows_may_not_be_sampled() -> None:
     local = next(node for node in graph.nodes if str(node.target) == "target.sharded")
     head.args = (local,)
     with pytest.raises(InvariantError, match=r"OPERANDS_FIT(.|\n)*operands %target shard\(0\); required \(replicate\)"):
-        checks.operands_fit(graph, CTX)
+        invariants.operands_fit(graph, CTX)
 
 
 def test_a_sharded_body_may_not_run_under_replicated_slots() -> None:
@@ -300,7 +300,7 @@ def test_a_sharded_body_may_not_run_under_replicated_slots() -> None:
     whole = next(node for node in graph.nodes if ops.is_op(node, ops.attention_inputs) and node.args[1] == "replicated")
     call.args = (*call.args[:-2], whole, call.args[-1])
     with pytest.raises(InvariantError, match=r"required \(shard\(0\), shard\(0\), shard\(0\), shard\(0\)\)"):
-        checks.operands_fit(graph, CTX)
+        invariants.operands_fit(graph, CTX)
 
 
 def test_slots_must_be_what_they_are_said_to_be() -> None:
@@ -308,7 +308,7 @@ def test_slots_must_be_what_they_are_said_to_be() -> None:
     made = next(node for node in graph.nodes if ops.is_op(node, ops.attention_inputs) and node.args[1] == "rank_major")
     made.args = (made.args[0], "replicated", *made.args[2:])
     with pytest.raises(InvariantError, match="slots are said to be replicated, but are rank_major"):
-        checks.operands_fit(graph, CTX)
+        invariants.operands_fit(graph, CTX)
 
 
 def test_a_result_must_be_global() -> None:
@@ -317,7 +317,7 @@ def test_a_result_must_be_global() -> None:
     local = next(node for node in graph.nodes if str(node.target) == "target.sharded")
     end.args = ((*end.args[0][:-1], local),)
     with pytest.raises(InvariantError, match="returned, but shard"):
-        checks.operands_fit(graph, CTX)
+        invariants.operands_fit(graph, CTX)
 
 
 def test_a_buffer_may_not_be_read_after_it_was_written_over() -> None:
@@ -328,4 +328,4 @@ def test_a_buffer_may_not_be_read_after_it_was_written_over() -> None:
     drafter = next(node for node in graph.nodes if str(node.target) == "drafter.sharded")
     drafter.args = (into.args[2], *drafter.args[1:])
     with pytest.raises(InvariantError, match="after %shard_into has written over it"):
-        checks.buffers_in_order(graph, CTX)
+        invariants.buffers_in_order(graph, CTX)

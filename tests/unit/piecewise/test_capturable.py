@@ -18,7 +18,7 @@ from pcp_passes.ir import invariants, meta
 from pcp_passes.paged import index_topk, index_write
 from pcp_passes.passes import PassContext
 from pcp_passes.piecewise.capturable import offences
-from pcp_passes.piecewise.checks import CAPTURABLE
+from pcp_passes.piecewise.invariants import CAPTURABLE
 from pcp_passes.piecewise.pieces import pieces_of
 from pcp_passes.piecewise.report import report_body
 from pcp_passes.piecewise.split import split_body

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pcp_passes.errors import ConfigError, GraphError
-from pcp_passes.piecewise.checker import ReplayChecker, poison
+from pcp_passes.piecewise.replay_checker import ReplayChecker, poison
 from pcp_passes.piecewise.replayer import GraphKey, GraphMode
 
 CALL = GraphKey("target", "sharded", GraphMode.PIECEWISE, 8)

@@ -20,8 +20,8 @@ from pcp_passes.paged import AttentionInputs, PagedCaches, running
 from pcp_passes.passes import PassContext
 from pcp_passes.passes.bodies.split_piecewise import ON_SPLIT, split_pipeline
 from pcp_passes.passes.observers import VerifyObserver
-from pcp_passes.piecewise.checks import PIECEWISE
 from pcp_passes.piecewise.cuts import NO_ROWS
+from pcp_passes.piecewise.invariants import PIECEWISE
 from pcp_passes.piecewise.listing import EagerEntry, PieceEntry, listing
 from pcp_passes.piecewise.pieces import Slot, entered, pieces_of, static_slots
 from pcp_passes.piecewise.split import split_body

@@ -14,7 +14,7 @@ from pcp_passes.errors import InvariantError
 from pcp_passes.ir import invariants
 from pcp_passes.passes import PassContext
 from pcp_passes.piecewise import cuts, stretches
-from pcp_passes.piecewise.checks import PIECEWISE
+from pcp_passes.piecewise.invariants import PIECEWISE
 from pcp_passes.piecewise.pieces import entered, is_hold, piece_at, pieces_of
 from pcp_passes.piecewise.split import split_body
 from tests.unit.piecewise.splits import (

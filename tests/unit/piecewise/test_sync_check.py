@@ -17,7 +17,7 @@ from pcp_passes.capture_mode import capturable_only
 from pcp_passes.collectives import CollectiveLog
 from pcp_passes.engine.engine import Engine
 from pcp_passes.engine.options import EngineOptions, SamplingParams
-from pcp_passes.engine.ranks import SimulatedExecutor
+from pcp_passes.engine.simulated import SimulatedExecutor
 from pcp_passes.errors import HostSync
 from pcp_passes.host_reads import allowed
 from pcp_passes.ir.library import define

@@ -86,7 +86,17 @@ class Step:
         change: Change = lambda inputs: inputs,
     ) -> torch.Tensor:
         """Output rows in global order of the sharded body on one simulated rank per cache."""
-        pcp = len(caches)
+        arguments, inputs, restore = self.sharded(len(caches), *extra)
+        inputs = [change(held) for held in inputs]
+        with torch.no_grad():
+            outputs = simulate(body, arguments, rank_context=lambda rank: running(caches[rank], inputs[rank]))
+        first = [out if isinstance(out, torch.Tensor) else out[0] for out in outputs]
+        return torch.cat(first)[restore]
+
+    def sharded(
+        self, pcp: int, *extra: torch.Tensor
+    ) -> tuple[list[list[torch.Tensor]], list[AttentionInputs], torch.Tensor]:
+        """What each of ``pcp`` ranks gives the sharded body, under what, and where its output rows belong."""
         none = np.array([a for a, _ in self.spans], dtype=np.int32)
         lengths = np.array([b - a for a, b in self.spans], dtype=np.int32)
         layout = build_layout(Batch(lengths, none, none + lengths, is_prefilling=np.ones(len(none), dtype=bool)), pcp)
@@ -108,12 +118,9 @@ class Step:
                 seq_lens=lasts.masked_fill(starts[1:] == starts[:-1], 0),
                 positions=positions,
             )
-            inputs.append(change(held))
+            inputs.append(held)
             arguments.append([self.ids[local], positions, *(one[local] for one in extra)])
-        with torch.no_grad():
-            outputs = simulate(body, arguments, rank_context=lambda rank: running(caches[rank], inputs[rank]))
-        first = [out if isinstance(out, torch.Tensor) else out[0] for out in outputs]
-        return torch.cat(first)[torch.from_numpy(layout.restore_index)]
+        return arguments, inputs, torch.from_numpy(layout.restore_index)
 
 
 def without_gather(inputs: AttentionInputs) -> AttentionInputs:

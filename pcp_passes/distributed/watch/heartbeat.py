@@ -8,8 +8,9 @@ beats a counter in the group's store, from a daemon thread, and watches the coun
 Two threads, because an operation on the store of a frozen host never returns (``store.py``): one beats and reads; the
 other only looks at clocks and at what the first one read, and decides.
 
-What it does not notice: a rank whose threads run but whose main thread is stuck (an endless loop, a collective that
-nobody else entered). And a C extension that keeps the GIL for longer than ``silence_s`` looks frozen to the others;
+What it does not notice by itself: a rank whose threads run but whose main thread is stuck. A collective that nobody
+else entered is found by ``divergence.py``, which ends the ranks through :meth:`Heartbeat.tell`; an endless loop by
+nobody. And a C extension that keeps the GIL for longer than ``silence_s`` looks frozen to the others;
 ordinary Python and ``torch.compile`` do not.
 """
 
@@ -22,57 +23,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pcp_passes.distributed.procstate import ProcessIdentity, state_of, this_process
 from pcp_passes.distributed.store import TCPStore, first_line, identity_of, new_connection
-from pcp_passes.errors import ConfigError, PeerLost
+from pcp_passes.distributed.watch.loss import EXIT_CODE, How, Loss, exit_process
+from pcp_passes.distributed.watch.procstate import ProcessIdentity, state_of, this_process
+from pcp_passes.errors import ConfigError, PeerLost, RankMismatch
+
+__all__ = ["EXIT_CODE", "Heartbeat", "Loss", "exit_process"]
 
 logger = logging.getLogger(__name__)
-
-EXIT_CODE = 75
-"""Exit status of a rank that ends because another was lost (EX_TEMPFAIL of sysexits.h: trying again may help)."""
 
 HOST = 0
 """The rank that hosts the store."""
 
 _GOODBYE, _EXIT, _NOBODY = b"goodbye", b"exit", b"-"
-
-How = Literal["killed", "frozen", "silent", "left"]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A lost rank: how, as far as can be known; for how many seconds it was silent; which rank noticed."""
-
-    rank: int
-    how: How
-    silent_s: float
-    detail: str
-    seen_by: int
-    also_silent: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        also = f"; also silent: rank {', '.join(map(str, self.also_silent))}" if self.also_silent else ""
-        return (
-            f"pcp rank {self.rank} is lost: {self.how} ({self.detail}), silent for {self.silent_s:.1f} s, "
-            f"noticed by rank {self.seen_by}{also}. Next: look at that rank, then restart all ranks."
-        )
-
-
-def exit_process(loss: Loss) -> None:
-    """Log ``loss`` at CRITICAL and end this process with :data:`EXIT_CODE`, whatever its threads are blocked in."""
-    # On a thread of its own: a full pipe behind stderr, or a logging lock held by a blocked thread, must not keep us
-    # alive.
-    try:
-        log = threading.Thread(target=logger.critical, args=("%s", loss), daemon=True)
-        log.start()
-        log.join(2.0)
-    finally:
-        os._exit(EXIT_CODE)
 
 
 class _Peer:
@@ -98,6 +66,8 @@ class Heartbeat:
     - ``join_s``: how long after this rank's start another, still alive, may take until its first beat.
     - ``on_lost``: called once, on the watching thread, with the :class:`Loss`; the default ends the process.
     - ``reason_file``: the loss is also written there, before ``on_lost``.
+    - ``name_of``: how a rank is called in messages, e.g. with its coordinates in a mesh.
+    - ``explain``: asked for the cause behind a loss that this rank found; gives that loss, or a better one.
 
     A death on the same machine is noticed after about three intervals, anything else after ``silence_s`` plus two
     intervals. A process that ends without :meth:`stop` counts as lost, for its peers would wait for it forever; it
@@ -119,6 +89,8 @@ class Heartbeat:
         join_s: float = 60.0,
         on_lost: Callable[[Loss], None] = exit_process,
         reason_file: str | os.PathLike[str] | None = None,
+        name_of: Callable[[int], str] = "pcp rank {}".format,
+        explain: Callable[[Loss], Loss] | None = None,
     ) -> None:
         assert 0 <= rank < world, f"rank {rank} is not in a group of {world}"
         if not 0 < 4 * interval_s <= silence_s <= join_s:
@@ -131,7 +103,7 @@ class Heartbeat:
         self._interval_s, self._silence_s, self._join_s = interval_s, silence_s, join_s
         self._late_s = silence_s / 2  # a shorter suspension leaves peers half a window to beat again
         self._on_lost_within_s = 5 * interval_s + 4.0  # bounds the default on_lost from finding a loss to its end
-        self._on_lost = on_lost
+        self._on_lost, self._name_of, self._explain = on_lost, name_of, explain
         self._reason_file = None if reason_file is None else Path(reason_file)
         self._me = this_process()
         self._peers: dict[int, _Peer] = {}
@@ -139,6 +111,7 @@ class Heartbeat:
         self._store_error: str | None = None
         self._verdict: bytes = _NOBODY
         self._loss: Loss | None = None
+        self._told: Loss | None = None
         self._leave: bytes | None = None
         self._linger_until = 0.0
         self._at_exit: Finalize[Any] | None = None
@@ -184,10 +157,19 @@ class Heartbeat:
         return None if self._loss is None else str(self._loss)
 
     def raise_if_lost(self, wait_s: float = 0.0) -> None:
-        """Raise :class:`PeerLost` with :meth:`reason`, if there is one."""
+        """Raise :class:`PeerLost` with :meth:`reason`, if there is one; RankMismatch when the ranks diverged."""
         reason = self.reason(wait_s)
         if reason is not None:
-            raise PeerLost(reason)
+            raise (RankMismatch if self._loss is not None and self._loss.how == "diverged" else PeerLost)(reason)
+
+    @property
+    def departed(self) -> frozenset[int]:
+        """Ranks that have said goodbye."""
+        return frozenset(rank for rank, peer in self._peers.items() if peer.beat == _GOODBYE)
+
+    def tell(self, loss: Loss) -> None:
+        """End all ranks for a reason found elsewhere, as if this heartbeat had found it. Returns at once."""
+        self._told = loss
 
     # The beating thread: the only one that talks to the store. No judgement here.
 
@@ -325,6 +307,8 @@ class Heartbeat:
         if self._verdict != _NOBODY:
             fields = json.loads(self._verdict)
             return Loss(**{**fields, "also_silent": tuple(fields["also_silent"])})
+        if self._told is not None:
+            return self._told
         # Silence counts up to the last answer of the store: while the store does not answer, nobody can be heard.
         silent = {p.rank: self._read_at - max(p.changed_at, fresh) for p in self._peers.values() if p.beat != _GOODBYE}
         for rank, silent_s in silent.items():
@@ -361,9 +345,14 @@ class Heartbeat:
             words = {"gone": "no longer exists", "stopped": "is stopped", "running": "still runs"}
             detail = f"{process} {words.get(state, 'cannot be inspected from here')}; {detail}"
         also = tuple(r for r, s in silent.items() if r != rank and s > self._silence_s / 2)
-        return Loss(rank, how, max(silent_s, 0.0), detail, self._rank, also)
+        return Loss(rank, how, max(silent_s, 0.0), detail, self._rank, also, self._name_of(rank))
 
     def _lose(self, loss: Loss) -> None:
+        if self._explain is not None and loss.seen_by == self._rank:
+            try:
+                loss = self._explain(loss)
+            except Exception:  # this thread is what ends the process
+                logger.exception("no explanation for the loss of rank %d", loss.rank)
         self._loss = loss
         if self._reason_file is not None:
             try:
@@ -377,5 +366,16 @@ class Heartbeat:
         if self._store_error is None and loss.rank != HOST:
             self._posted.wait(2 * self._interval_s)
             if self._rank == HOST:
-                time.sleep(2 * self._interval_s)
+                self._keep_the_store(loss.rank)
         self._on_lost(loss)
+
+    def _keep_the_store(self, lost: int) -> None:
+        """Two intervals, and two more while another rank, perhaps on a busy machine, has not ended yet."""
+        begin = time.monotonic()
+        while (waited := time.monotonic() - begin) < 4 * self._interval_s:
+            others = (peer for peer in self._peers.values() if peer.rank != lost)
+            if waited > 2 * self._interval_s and all(
+                peer.beat in (_GOODBYE, _EXIT) or peer.gone_reads >= 2 for peer in others
+            ):
+                return
+            time.sleep(self._interval_s / 4)
