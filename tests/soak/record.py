@@ -50,6 +50,11 @@ class Part:
             for name, value in zip(LARGEST, (difference.cache, difference.logprob), strict=True):
                 held[name] = max(held[name], value)
 
+    def count(self, totals: Mapping[str, int]) -> None:
+        """More numbers of the schedules, to be summed."""
+        for name, count in totals.items():
+            self.numbers[name] = self.numbers.get(name, 0) + count
+
     def save(self, name: str, build: Path = BUILD) -> dict[str, Any]:
         """Write the part, then the summary over all parts; returns the summary."""
         folder = build / "soak"

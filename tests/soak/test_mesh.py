@@ -21,6 +21,7 @@ from tests.engine_schedules import CHECKPOINT, ProgramOf, glm_hf, glm_models, sm
 from tests.engine_schedules import VOCAB as GLM_VOCAB
 from tests.mesh_programs import mesh_program
 from tests.mesh_schedules import MESHES, check_mesh
+from tests.soak.record import Part
 
 SEEDS = range(5000, 5060)
 DENSE = {"pp2": small_program, "pp2-pcp2": small_program, "dp2-independent": small_program}
@@ -41,11 +42,20 @@ def _require_hard_cases(name: str, totals: dict[str, int]) -> None:
     assert not missing, f"{name}: {len(SEEDS)} schedules without any {', '.join(missing)}"
 
 
+def _record(name: str, model: str, totals: dict[str, int]) -> None:
+    """One part of ``build/soak.json`` per composition and model."""
+    part = Part(f"mesh-{name}")
+    part.count({"schedules": len(SEEDS), f"{model} schedules": len(SEEDS), **totals})
+    part.save(f"mesh-{name}-{model}")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "program_of"), CASES, ids=_IDS)
 def test_schedules(name: str, program_of: ProgramOf) -> None:
-    _require_hard_cases(name, check_mesh(name, SEEDS, program_of, longest=60))
+    totals = check_mesh(name, SEEDS, program_of, longest=60)
+    _record(name, "dense" if program_of is small_program else "moe", totals)
+    _require_hard_cases(name, totals)
 
 
 @pytest.mark.unit
@@ -109,7 +119,9 @@ _REAL_IDS = [f"{name}-{'glm' if name_of is glm_mesh_program else 'mla'}" for nam
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "program_of", "vocab"), _REAL, ids=_REAL_IDS)
 def test_published_architectures(name: str, program_of: ProgramOf, vocab: int) -> None:
-    _require_hard_cases(name, check_mesh(name, SEEDS, program_of, vocab=vocab, longest=120))
+    totals = check_mesh(name, SEEDS, program_of, vocab=vocab, longest=120)
+    _record(name, "glm" if program_of is glm_mesh_program else "mla", totals)
+    _require_hard_cases(name, totals)
 
 
 _SOME = {"full-glm": _REAL[5], "pp3-glm": _REAL[1], "pp2-pcp2-mla": _REAL[-1]}

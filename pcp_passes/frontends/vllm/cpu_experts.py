@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pcp_passes.collectives_ragged import in_rank_order, padded, unpadded
 from pcp_passes.frontends.vllm.imports import after_import
 
 _MISSING = ("all_gatherv", "reduce_scatterv", "dispatch")
@@ -46,12 +47,10 @@ def gather_rows(rows: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
     """
     mine = sizes[group.rank()]
     assert rows.shape[0] == mine, f"{rows.shape[0]} rows where the ranks agreed on {mine} of {list(sizes)}"
-    most = max(sizes)
-    sent = rows.new_zeros((most, *rows.shape[1:]))
-    sent[: rows.shape[0]] = rows
+    sent = padded(rows.contiguous(), max(sizes))
     received = [torch.empty_like(sent) for _ in sizes]
     dist.all_gather(received, sent, group=group)
-    return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
+    return unpadded(torch.cat(received), sizes)
 
 
 def reduce_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -63,11 +62,7 @@ def reduce_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, group: dist
     received = rows.new_empty((sizes[rank] * len(sizes), *rows.shape[1:]))
     mine = [sizes[rank]] * len(sizes)
     dist.all_to_all_single(received, rows.contiguous(), mine, list(sizes), group=group)
-    parts = received.unflatten(0, (len(sizes), sizes[rank]))
-    total: torch.Tensor = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    return in_rank_order(received.unflatten(0, (len(sizes), sizes[rank])).unbind())
 
 
 def local_experts(
