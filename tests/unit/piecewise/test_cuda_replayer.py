@@ -166,7 +166,7 @@ def test_graphs_that_hold_collectives_go_before_their_group(monkeypatch: pytest.
     replayer.run(LARGE, lambda x: (x + 1,), (x,))
     executor = GroupExecutor.__new__(GroupExecutor)
     executor.ranks = [SimpleNamespace(runner=SimpleNamespace(replayer=replayer))]  # type: ignore[list-item]
-    executor.heartbeat = None
+    executor._guard = executor.heartbeat = None
     for collectives, left in (("outside", 1), ("inside", 0)):
         executor.options = EngineOptions(graph_mode="piecewise", graph_collectives=collectives)
         executor.close()
