@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from pcp_passes.cli.inspect_indexers import render_indexers
+from pcp_passes.cli.tables import titled
 from pcp_passes.inspection.ledger import Category, Cost
 from pcp_passes.inspection.report import OUTSIDE, ModelReport
 from pcp_passes.inspection.run import inspect_config
@@ -45,7 +46,7 @@ def _kinds(report: ModelReport) -> Table:
         f"{report.model} ({report.model_type}, {report.dtype}): {report.tokens:,} tokens on {report.pcp} PCP ranks, "
         f"{report.layout}, {report.rows:,} rows a rank"
     )
-    table = _table(title, "layers", "times", "parameters of one", "products, one rank alone", "of each rank", "share")
+    table = titled(title, "layers", "times", "parameters of one", "products, one rank alone", "of each rank", "share")
     sizes = {line.label: (line.times, _si(line.parameters)) for line in report.kinds} | {OUTSIDE: (1, "")}
     for label, (times, parameters) in sizes.items():
         members = [part for part in report.parts if part.kind == label]
@@ -57,7 +58,7 @@ def _kinds(report: ModelReport) -> Table:
 
 def _modules(report: ModelReport) -> Table:
     names: tuple[Category, ...] = ("sharded", "repeated", "fallback", "chosen")
-    table = _table("products by module, all layers of a kind", "layers", "module", "one rank alone", *names)
+    table = titled("products by module, all layers of a kind", "layers", "module", "one rank alone", *names)
     groups: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     total = report.whole.products
     for part in report.parts:
@@ -77,7 +78,7 @@ def _modules(report: ModelReport) -> Table:
 
 
 def _gathers(report: ModelReport) -> Table:
-    table = _table("collectives", "layers", "times", "module", "collective", "sent by a rank", "in all layers")
+    table = titled("collectives", "layers", "times", "module", "collective", "sent by a rank", "in all layers")
     for line in report.gathers:
         op = f"{line.count} x {line.op}, {line.dtype}"
         table.add_row(line.kind, str(line.times), line.module, op, _bytes(line.sent), _bytes(line.sent * line.times))
@@ -85,7 +86,7 @@ def _gathers(report: ModelReport) -> Table:
 
 
 def _attention(report: ModelReport) -> Table:
-    table = _table("attention", "layers", "times", "module", "a query sees", "cache of a token", "busiest rank / mean")
+    table = titled("attention", "layers", "times", "module", "a query sees", "cache of a token", "busiest rank / mean")
     for line in report.attention:
         mean = sum(line.work) / len(line.work)
         uneven = f"{max(line.work) / mean:.4f}" if mean else ""
@@ -128,13 +129,6 @@ def _lines(report: ModelReport) -> Iterator[str]:
 
 def _where(kind: str, module: str) -> str:
     return f"{kind}: {module}" if module else kind
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def _si(count: float) -> str:

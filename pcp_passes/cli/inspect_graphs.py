@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from pcp_passes.cli.tables import titled
 from pcp_passes.errors import ConfigError
 from pcp_passes.inspection.graphs import PAGE, STATIC_IS_NOT_CAPTURE, ModelGraphs, inspect_graphs_config
 from pcp_passes.inspection.sources import load_config
@@ -42,7 +43,7 @@ def _pieces(body: BodyReport) -> Table:
     title = f"{body.name}: {body.piece_count} pieces of {len(body.pieces)} kinds"
     if inside:
         title += f", modules of {inside}"
-    table = _table(title, "piece", "times", "kernels", "from, to", "reads, gives")
+    table = titled(title, "piece", "times", "kernels", "from, to", "reads, gives")
     for line in body.pieces:
         ends = dict.fromkeys(name.removeprefix(f"{inside}.") for name in (line.modules[0], line.modules[-1]))
         counted = ((line.parameters, "parameter", ""), (line.made, "result", " of pieces"))
@@ -60,7 +61,7 @@ def _common(names: Iterable[str]) -> str:
 
 
 def _cuts(title: str, lines: Sequence[CutLine]) -> Table:
-    table = _table(title, "op", "times", "why", "first in")
+    table = titled(title, "op", "times", "why", "first in")
     for line in lines:
         table.add_row(line.op, str(line.times), line.reason, f"{line.module}\n{line.source}")
     return table
@@ -76,7 +77,7 @@ def _stops(body: BodyReport) -> Iterator[RenderableType]:
 
 
 def _slots(found: ModelGraphs) -> Table:
-    table = _table(
+    table = titled(
         f"static inputs of a rank, for up to {found.static_rows:,} rows", "bodies", "slot", "type", "a row", "largest"
     )
     readers: dict[tuple[str, SlotLine], list[str]] = {}
@@ -117,11 +118,3 @@ def _lines(found: ModelGraphs) -> Iterator[str]:
             f"{found.captured} of {found.layers} layers were captured, every pair of neighbours at least once; times "
             "are those of all layers (--full captures all)"
         )
-
-
-def _table(title: str, *columns: str) -> Table:
-    # A title is wrapped at the width of its table, which may be less than the terminal has.
-    table = Table(title=title, title_justify="left", min_width=min(len(title), 76))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from pcp_passes.cli.tables import titled
 from pcp_passes.inspection.kernels import CARD, Selection
 from pcp_passes.inspection.report import ModelReport
 from pcp_passes.inspection.step_indexers import PAGE, StepIndexer
@@ -21,7 +21,7 @@ def render_indexers(report: ModelReport) -> Iterator[RenderableType]:
     """Which layers select keys and which reuse a selection; nothing for a model that has neither."""
     if not report.indexers:
         return
-    table = _table("indexers", "layers", "times", "role", "key gathered", "whole prompt")
+    table = titled("indexers", "layers", "times", "role", "key gathered", "whole prompt")
     for line in report.indexers:
         key = "repeated, 0 B" if line.repeated else f"{line.gathered:,} B"
         table.add_row(line.kind, str(line.times), line.role, key, f"{line.gathered_prompt * line.times:,} B")
@@ -50,7 +50,7 @@ def render_step_indexers(indexers: Iterable[StepIndexer]) -> Iterator[Renderable
     indexers = tuple(indexers)
     if not indexers:
         return
-    table = _table("indexers: what a token leaves", "layers", "role", "record", "index key", "in FP8")
+    table = titled("indexers: what a token leaves", "layers", "role", "record", "index key", "in FP8")
     names = [f"{line.model} {line.kind}".rstrip() for line in indexers]
     for name, line in zip(names, indexers, strict=True):
         fp8 = f"{line.record_fp8:,} B / {line.index_key_fp8:,} B"
@@ -96,10 +96,3 @@ def _selections(found: Iterable[tuple[str, str, Selection]], where: str = "") ->
         for kernel in chosen.kernels:
             made = "" if kernel.shipped else " (made on first use)"
             yield Text(f"    {kernel.spec}  {kernel.digest[:DIGEST]}{made}")
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

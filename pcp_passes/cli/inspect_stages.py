@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from pcp_passes.cli.inspect_indexers import ranges
+from pcp_passes.cli.tables import titled
 from pcp_passes.errors import ConfigError
 from pcp_passes.inspection.sources import load_config
 from pcp_passes.inspection.stages import ModelStages, StageLine, inspect_stages_config
@@ -45,7 +46,7 @@ def _stages(found: ModelStages) -> Table:
     title = f"{found.model} on {found.mesh}, {found.dtype}" + (
         f", drafter {found.drafter}" if found.drafter != "none" else ""
     )
-    table = _table(title, "stage", "layers", "takes", "bytes a row", "restores")
+    table = titled(title, "stage", "layers", "takes", "bytes a row", "restores")
     for stage in found.stages:
         layers = ranges(range(stage.first_layer, stage.end_layer)) + (", drafter" if stage.drafter else "")
         wires = "\n".join(wire.name for wire in stage.wires_in) or "token ids"
@@ -59,7 +60,7 @@ def _restored(stage: StageLine) -> str:
 
 
 def _exchanges(found: ModelStages) -> Table:
-    table = _table("collectives", "stage", "of", "group", "op", "carries", "times", "bytes a row")
+    table = titled("collectives", "stage", "of", "group", "op", "carries", "times", "bytes a row")
     for stage in found.stages:
         for program, lines in stage.exchanges.items():
             for line in lines:
@@ -92,10 +93,3 @@ def _lines(found: ModelStages) -> list[str]:
             "each kind; times are those of all layers (--full captures all)"
         )
     return lines
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", min_width=min(len(title), 76))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.table import Table
 
+from pcp_passes.cli.tables import titled
 from pcp_passes.errors import ConfigError
 from pcp_passes.mesh.axes import GROUPS, Mesh
 from pcp_passes.mesh.combinations import LEGEND, Asked, Frontend, require_allowed, rows_of
@@ -151,7 +152,7 @@ def _range(first: int, end: int) -> str:
 def _ranks(data: dict[str, Any]) -> Table:
     axes = [axis for axis in ("external_dp", "dp", "pp", "pcp", "tp") if any(row[axis] for row in data["ranks"])]
     placed = data["ranks"][0]["device"] is not None
-    table = _table(data["mesh"], "rank", *axes, *(("node", "device") if placed else ()))
+    table = titled(data["mesh"], "rank", *axes, *(("node", "device") if placed else ()))
     for row in data["ranks"][:SHOWN_RANKS]:
         cells = [row["rank"], *(row[axis] for axis in axes), *((row["node"], row["device"]) if placed else ())]
         table.add_row(*map(str, cells))
@@ -159,16 +160,9 @@ def _ranks(data: dict[str, Any]) -> Table:
 
 
 def _groups(data: dict[str, Any]) -> Table:
-    table = _table("groups of more than one rank", "name", "groups")
+    table = titled("groups of more than one rank", "name", "groups")
     for name, groups in data["groups"].items():
         shown = [",".join(map(str, group)) for group in groups if len(group) > 1]
         if shown:
             table.add_row(name, "  ".join(shown))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", min_width=min(len(title), 76))
-    for column in columns:
-        table.add_column(column, overflow="fold")
     return table

@@ -218,9 +218,8 @@ class GroupExecutor(ProgramExecutor):
         watch knows of."""
         if (running := self._running.pop(batch.step, None)) is not None:
             done, waiting = running
-            self.log.wait(waiting)
-            self._or_lost(done.synchronize)
-            self.log.wait(None)
+            with self.log.waiting_for(waiting):
+                self._or_lost(done.synchronize)
         return self._or_lost(lambda: super(GroupExecutor, self).settle(batch))
 
     def _run_step(self, step: OpenStep) -> tuple[StepOutputs | None, CollectiveLog]:

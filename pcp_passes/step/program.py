@@ -180,7 +180,7 @@ class StepProgram:
             ConfigError: a plan for a program of one rank.
         """
         with torch.no_grad():
-            return StepOutputs(*self._program(plan)(*program_values(state, inputs, plan)))
+            return StepOutputs(*chosen_program(self.plain, self.sharded, plan)(*program_values(state, inputs, plan)))
 
     def simulate(
         self,
@@ -208,15 +208,19 @@ class StepProgram:
         each = list(plans) if plans is not None else [None] * self.pcp
         values = [program_values(s, i, p) for s, i, p in zip(states, inputs, each, strict=True)]
         with torch.no_grad():
-            found = simulate_segments(self._program(each[0]), values, logs=logs)
+            found = simulate_segments(chosen_program(self.plain, self.sharded, each[0]), values, logs=logs)
         return [StepOutputs(*outputs) for outputs in found]
 
-    def _program(self, plan: StepPlanInputs | None) -> fx.GraphModule:
-        if plan is None:
-            return self.plain
-        if self.sharded is None:
-            raise ConfigError("the step program was built for pcp=1; found a plan of several ranks. Give no plan.")
-        return self.sharded
+
+def chosen_program(
+    plain: fx.GraphModule, sharded: fx.GraphModule | None, plan: StepPlanInputs | None
+) -> fx.GraphModule:
+    """The graph that a step with this plan runs. Raises ConfigError for a plan where there is no sharded one."""
+    if plan is None:
+        return plain
+    if sharded is None:
+        raise ConfigError("the step program was built for pcp=1; found a plan of several ranks. Give no plan.")
+    return sharded
 
 
 def program_values(state: RankState, inputs: StepInputs, plan: StepPlanInputs | None) -> tuple[Any, ...]:

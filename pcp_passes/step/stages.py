@@ -35,7 +35,7 @@ from pcp_passes.simulate import simulate_segments
 from pcp_passes.speculative.contract import BodyModel, Drafter
 from pcp_passes.step.calls import BodyCall
 from pcp_passes.step.inputs import StepInputs, StepOutputs, StepPlanInputs
-from pcp_passes.step.program import RankState, StepProgram, program_values
+from pcp_passes.step.program import RankState, StepProgram, chosen_program, program_values
 
 __all__ = ["StageProgram", "Wire", "split_program"]
 
@@ -133,7 +133,8 @@ class StageProgram:
             ConfigError: a plan for a program of one rank, or wires that are not those of ``wires_in``.
         """
         with torch.no_grad():
-            return self._results(self._program(plan)(*self._values(state, inputs, plan, wires)), state)
+            program = chosen_program(self.plain, self.sharded, plan)
+            return self._results(program(*self._values(state, inputs, plan, wires)), state)
 
     def simulate(
         self,
@@ -167,15 +168,8 @@ class StageProgram:
         values = [self._values(s, i, p, w) for s, i, p, w in zip(states, inputs, each, given, strict=True)]
         more: dict[str, Any] = {} if groups is None else {"groups": groups}
         with torch.no_grad():
-            found = simulate_segments(self._program(each[0]), values, logs=logs, **more)
+            found = simulate_segments(chosen_program(self.plain, self.sharded, each[0]), values, logs=logs, **more)
         return [self._results(results, state) for results, state in zip(found, states, strict=True)]  # type: ignore[return-value]
-
-    def _program(self, plan: StepPlanInputs | None) -> fx.GraphModule:
-        if plan is None:
-            return self.plain
-        if self.sharded is None:
-            raise ConfigError("the step program was built for pcp=1; found a plan of several ranks. Give no plan.")
-        return self.sharded
 
     def _values(
         self, state: RankState, inputs: StepInputs, plan: StepPlanInputs | None, wires: Sequence[torch.Tensor]

@@ -54,7 +54,5 @@ class _LoggedTicket:
     waiting: Waiting
 
     def wait(self, timeout_s: float) -> None:
-        before = self.log.waiting
-        self.log.wait(self.waiting)
-        self.ticket.wait(timeout_s)
-        self.log.wait(before)
+        with self.log.waiting_for(self.waiting):
+            self.ticket.wait(timeout_s)

@@ -84,11 +84,9 @@ class WireSender:
 
     def _wait_for_oldest(self) -> None:
         _, works, waiting = self._leaving[0]
-        before = self._log.waiting
-        self._log.wait(waiting)
-        for work in works:
-            work.wait()
-        self._log.wait(before)
+        with self._log.waiting_for(waiting):
+            for work in works:
+                work.wait()
         self._leaving.popleft()
 
 

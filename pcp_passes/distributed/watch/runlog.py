@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,6 +158,14 @@ class RunLog(CollectiveLog):
         if queued and waiting is not None and self.queued is not None:
             with self._lock:
                 self.queued[waiting.group] = waiting
+
+    @contextmanager
+    def waiting_for(self, call: Waiting | None) -> Iterator[None]:
+        """This rank waits for ``call`` inside the block. One that raises stays: it is what the watch has to name."""
+        before = self.waiting
+        self.wait(call)
+        yield
+        self.wait(before)
 
     def _append(self, key: str, ranks: tuple[int, ...], entry: Entry) -> int:
         with self._lock:
